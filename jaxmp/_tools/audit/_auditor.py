@@ -15,6 +15,7 @@ from jaxmp._programs._static_values import Scope
 from jaxmp._tools.audit import _checks, _dataflow
 from jaxmp._tools.audit._labels import ConditionalFinding, Flow, Logits, WasFp8
 from jaxmp._tools.audit._rows import NOT_COUNTED, NOT_INSPECTED
+from jaxmp.fp8 import _scaling
 
 
 class PolicyContext:
@@ -34,7 +35,8 @@ class PolicyContext:
         self.wrap_code = f"model = jaxmp.load_recipe({text}).wrap(model)"
         self.autocast_code = f"fn = jaxmp.autocast(fn, {text})"
         self.loss_code = f"loss_fn = jaxmp.autocast(loss_fn, {text})"
-        self._allowed: dict[_jaxprs.Path, frozenset[Any]] = {}
+        # Scopes -> the dtypes.
+        self._allowed = functools.cache(self._search)
 
     def allowed_dtypes(self, location: _locations.Location) -> frozenset[Any]:
         """Returns the dtypes in which matmuls at a location may compute; empty without policies.
@@ -42,10 +44,7 @@ class PolicyContext:
         A program contains no module types. The dtype of a rule by type is allowed wherever a later
         rule or the default policy applies by path.
         """
-        allowed = self._allowed.get(location.names)
-        if allowed is None:
-            allowed = self._allowed[location.names] = self._search(location.names)
-        return allowed
+        return self._allowed(location.names)
 
     def _search(self, names: _jaxprs.Path) -> frozenset[Any]:
         if self.policies is None:
@@ -66,6 +65,12 @@ class PolicyContext:
         recipe = self.text if self.text.isidentifier() else f"jaxmp.load_recipe({self.text})"
         policies = f"jaxmp.PolicyMap({self.text}, [{rule}])"
         return f"recipe = {recipe}.replace(policies={policies})"
+
+    @property
+    def scaling(self) -> _scaling.Scaling:
+        """The FP8 scaling of the policies."""
+        chosen = None if self.policies is None else self.policies.fp8
+        return chosen or _scaling.CurrentScaling()
 
     @property
     def requires_fp32_reductions(self) -> bool:
@@ -89,12 +94,10 @@ def _before_cast(var: _jaxprs.Atom, op: _checks.OpOccurrence) -> _jaxprs.Atom:
     maker = op.body.maker_through(var, _LAYOUT)
     if maker is None or maker.primitive.name != "convert_element_type":
         return var
-    is_widened = _checks.dtype_of(maker.invars[0]).itemsize <= _checks.dtype_of(var).itemsize
-    return (
-        maker.invars[0]
-        if is_widened and _locations.call_site(maker) == _locations.call_site(op.equation)
-        else var
-    )
+    (before,) = maker.invars
+    is_widened = _checks.dtype_of(before).itemsize <= _checks.dtype_of(var).itemsize
+    is_of_call = _locations.call_site(maker) == _locations.call_site(op.equation)
+    return before if is_widened and is_of_call else var
 
 
 _LAYOUT = _checks.named("transpose rev")
@@ -160,7 +163,7 @@ class Auditor:
           harm: the consequence, as a part of a sentence.
         """
         for label in sorted(self.flow.labels(cls, *variables), key=lambda label: label.number):
-            label.report(harm, self.findings)
+            label.report(harm)
 
     def _is_after_gradient(self, op: _checks.OpOccurrence) -> bool:
         return op.location.is_outside and _dataflow.GRADIENT in self.flow.of_all(op.operands)
@@ -181,7 +184,7 @@ class Auditor:
         above = _locations.Location() if outer is None else outer.location
         for equation in _jaxprs.equations(scope.jaxpr, inside=False):
             location = self.locations.of(equation, above)
-            self._visit(_checks.OpOccurrence(equation, location, times, body, outer))
+            self._visit(_checks.OpOccurrence(equation, location, times, body, self.findings, outer))
 
     def _visit(self, op: _checks.OpOccurrence) -> None:
         self.equations += 1
@@ -196,8 +199,7 @@ class Auditor:
             if name in _KERNELS or name.startswith(_FUSED_ATTENTION):
                 self._count_kernel(op)
             elif _constructs.is_unknown(op.equation):
-                where = self.findings.where(op)
-                self.notes[f"the operations inside of {name} at {where} {NOT_INSPECTED}"] = None
+                self.notes[f"the operations inside of {name} at {op.where} {NOT_INSPECTED}"] = None
             labels += self._check_16_bits(op)
             self.flow.step(op)
         for label in labels:
@@ -225,10 +227,8 @@ class Auditor:
         inside = _constructs.inners(equation)
         largest = self._largest(inside) if form is _constructs.Form.BRANCH else None
         if form is _constructs.Form.WHILE:
-            self.notes[
-                f"the while loop at {self.findings.where(op)} has an unknown number of iterations;"
-                " one is counted"
-            ] = None
+            loop = f"the while loop at {op.where} has an unknown number of iterations"
+            self.notes[f"{loop}; one is counted"] = None
         scope = self.known
         for inner, inner_scope in zip(inside, scope.inside(equation), strict=True):
             times = op.times * inner.times * (largest is None or inner is largest)
@@ -240,11 +240,9 @@ class Auditor:
     @staticmethod
     def _largest(branches: list[_constructs.Inner]) -> _constructs.Inner:
         """Returns the branch with the most FLOPs, or without any, the longest."""
-        size = lambda jaxpr: (
-            _matmuls.count_flops(jaxpr).total(),
-            len(list(_jaxprs.equations(jaxpr))),
-        )
-        return max(branches, key=lambda branch: size(branch.jaxpr))
+        flops = lambda branch: _matmuls.count_flops(branch.jaxpr).total()
+        length = lambda branch: sum(1 for _ in _jaxprs.equations(branch.jaxpr))
+        return max(branches, key=lambda branch: (flops(branch), length(branch)))
 
     # -- matmuls ----------------------------------------------------------------------------
 
@@ -260,13 +258,13 @@ class Auditor:
         dtypes = matmul.lhs, matmul.rhs
         if matmul.is_integer:
             self._count(op, matmul._replace(flops=0))
-            text = f"the {matmul.lhs.name} x {matmul.rhs.name} matmul at {self.findings.where(op)}"
+            text = f"the {matmul.lhs.name} x {matmul.rhs.name} matmul at {op.where}"
             self.notes[f"{text} has no floating-point operations"] = None
             return
         flops = self._count(op, matmul)
         if self._is_after_gradient(op):
             row = op.equation.outvars, flops
-            self.after_gradient[self.findings.where(op)].append(row)
+            self.after_gradient[op.where].append(row)
         self._record_fp8(op, matmul)
         is_float = matmul.lhs in _checks.FLOATS | {matmul.rhs}
         if matmul.contracts and is_float and not _matmuls.is_inner_product(op.equation):
@@ -285,7 +283,7 @@ class Auditor:
         labels = self.flow.labels(WasFp8, *op.operands[:2])
         names += sorted(label.name for label in labels)
         if names:
-            key = op.location.names, op.location.phase, self.findings.line_of(op)
+            key = op.location.names, op.location.phase, op.line
             self.fp8[key] = names[0]
 
     def _count(self, op: _checks.OpOccurrence, matmul: _matmuls.Matmul) -> int:
@@ -304,5 +302,4 @@ class Auditor:
             self._count(op, matmul)
         if matmuls is None:
             inside = " and the operations inside of it" if _jaxprs.sub_jaxprs(op.equation) else ""
-            where = self.findings.where(op)
-            self.notes[f"the FLOPs of {op.name} at {where}{inside} {NOT_COUNTED}"] = None
+            self.notes[f"the FLOPs of {op.name} at {op.where}{inside} {NOT_COUNTED}"] = None

@@ -60,10 +60,8 @@ def check_matmuls(op: OpOccurrence, audit: _auditor.Auditor) -> None:
         return
     aval = logits.equation.outvars[0].aval
     size = math.prod(aval.shape) * aval.dtype.itemsize * logits.times
-    message = (
-        f"{_why_unfused(logits)}; its logits have the shape {list(aval.shape)} and take"
-        f" {_section.bytes_text(size)} of memory."
-    )
+    message = f"{_why_unfused(logits)}; its logits have the shape {list(aval.shape)} and take"
+    message += f" {_section.bytes_text(size)} of memory."
     flops = 2 * _matmuls.matmul_of(op.equation).flops * op.times
     audit.add(UNFUSED_ATTENTION, logits, message, flops=flops)
 
@@ -194,10 +192,12 @@ def check_masks(audit: _auditor.Auditor, traced: _trace.Traced) -> None:
     """
     program = _static_values.Scope(traced.closed, traced.arrays)
     declared = _declared_masks(program) if audit.collected[Declaration] else []
-    unknown = dict.fromkeys(mask.path or "the model" for mask, is_known in declared if not is_known)
-    if unknown:
+    paths = [mask.path or "the model" for mask, is_known in declared if not is_known]
+    paths = list(map(repr, dict.fromkeys(paths)))
+    paths[2:] = [f"{len(paths) - 2} more layers"] if len(paths) > 2 else []
+    if paths:
         audit.notes[
-            f"the declared masks of {_paths_text(list(unknown))} depend on the program's inputs and"
+            f"the declared masks of {' and '.join(paths)} depend on the program's inputs and"
             " were not compared; pass arrays instead of shapes"
         ] = None
     passed = _with_structures(audit.collected[_PassedMask])
@@ -206,10 +206,9 @@ def check_masks(audit: _auditor.Auditor, traced: _trace.Traced) -> None:
     for op, actual in passed:
         if actual is None:
             continue
-        message = (
-            f"attention reads its mask as an array, and the mask is {_structure_text(actual)}"
-            " for every input."
-        )
+        window = " with a window of {} and {}".format(*actual.window) if actual.window else ""
+        message = f"attention reads its mask as an array, and the mask is {actual.mask}{window}"
+        message += " for every input."
         path = _locations.module_of(op.location.names, audit.root) if len(structures) > 1 else None
         fix = _fix_declaration(actual, path) if in_layer(op) else _fix_argument(actual)
         audit.add(DENSE_MASK, op, message, fix)
@@ -265,16 +264,6 @@ def _with_structures(passed: list[_PassedMask]) -> list[tuple[OpOccurrence, Decl
 # ---------------------------------------------------------------------------
 # Texts
 # ---------------------------------------------------------------------------
-
-
-def _structure_text(actual: Declaration) -> str:
-    window = "" if actual.window is None else " with a window of {} and {}".format(*actual.window)
-    return f"{actual.mask}{window}"
-
-
-def _paths_text(paths: list[str]) -> str:
-    more = [f"{len(paths) - 2} more layers"] if len(paths) > 2 else []
-    return " and ".join([*map(repr, paths[:2]), *more])
 
 
 def _fix_declaration(actual: Declaration, path: str | None) -> str:

@@ -16,7 +16,7 @@ from jaxmp._tools.audit._auditor import Auditor
 from jaxmp._tools.audit._checks import Check, OpOccurrence
 from jaxmp._tools.audit._dataflow import From
 from jaxmp._tools.audit._rows import CollectiveRow, Compilation, Finding, GemmRow
-from jaxmp.fp8 import _explain, _scaling
+from jaxmp.fp8 import _explain
 
 FP32_GEMM = Check(
     id="fp32_gemm",
@@ -78,9 +78,8 @@ def check_gemms(program: CompiledProgram, audit: Auditor) -> Iterator[Finding]:
 
 
 @UNDONATED_STATE.on_compiled
-def check_donation(program: CompiledProgram, audit: Auditor) -> Iterator[Finding]:
+def check_donation(program: CompiledProgram, _: Auditor) -> Iterator[Finding]:
     """Reports a program without donated arguments."""
-    del audit
     if not program.rows.memory.aliased:
         message = "no argument is donated: the old and the new state are in memory together."
         numbers = ", ".join(map(str, range(program.nnx_count)))
@@ -134,7 +133,6 @@ def check_layers(op: OpOccurrence, matmul: _matmuls.Matmul, flops: int, audit: A
         _note_tokens(op, audit)
     if not is_low:
         return
-    assert audit.context.policies is not None
     form, why = _fp8_forms.excluded_form(op.equation)
     if form:
         # The batched matmuls of attention have no kernel.
@@ -144,16 +142,15 @@ def check_layers(op: OpOccurrence, matmul: _matmuls.Matmul, flops: int, audit: A
         return
     if op.name != "dot_general":
         return
-    sizes = _note_tokens(op, audit)
-    scaling = audit.context.policies.fp8 or _scaling.CurrentScaling()
-    reason = _explain.explain_exclusion(*sizes, scaling, audit.context.target) if all(sizes) else ""
+    sizes, context = _note_tokens(op, audit), audit.context
+    explained = all(sizes) and _explain.explain_exclusion(*sizes, context.scaling, context.target)
     message = f"{op.name} of {matmul.lhs.name}, but the policies require FP8: "
-    message += reason or "the matmul is not that of a Flax layer, or the layer sets its own"
+    reason = explained or "the matmul is not that of a Flax layer, or the layer sets its own"
     fix = _exclude(op)
     if "narrow" in reason or "min_width" in reason:
         toml = "    [fp8]\n    min_width = 0"
         fix = f"Use FP8 for narrow layers, too, in the recipe file:\n{toml}\n{fix}"
-    audit.add(NOT_FP8, op, f"{message}.", fix, flops=flops)
+    audit.add(NOT_FP8, op, f"{message}{reason}.", fix, flops=flops)
 
 
 def _note_tokens(op: OpOccurrence, audit: Auditor) -> tuple[int, int]:
@@ -162,11 +159,8 @@ def _note_tokens(op: OpOccurrence, audit: Auditor) -> tuple[int, int]:
     rows, shape = (math.prod(var.aval.shape) for var in op.operands[:2])
     k = math.prod(op.operands[1].aval.shape[axis] for axis in contracted)
     n, tokens = shape // max(k, 1), rows // max(k, 1)
-    assert audit.context.policies is not None
-    scaling = audit.context.policies.fp8 or _scaling.CurrentScaling()
-    if not scaling.emulate and _explain.decides_otherwise(
-        k, n, scaling, tokens, audit.context.target
-    ):
+    scaling, target = audit.context.scaling, audit.context.target
+    if not scaling.emulate and _explain.decides_otherwise(k, n, scaling, tokens, target):
         audit.notes[_explain.other_tokens("/".join(op.location.names), tokens, 1)] = None
     return k, n
 
@@ -192,9 +186,8 @@ def note_scales(op: OpOccurrence, audit: Auditor) -> None:
 
 
 @FP8_FALLBACK.on_compiled
-def check_fallback(program: CompiledProgram, audit: Auditor) -> Iterator[Finding]:
+def check_fallback(program: CompiledProgram, _: Auditor) -> Iterator[Finding]:
     """Reports matmuls of FP8 values in a wider dtype."""
-    del audit
     for row in program.rows.gemms:
         line = row.module, row.phase, row.file, row.line
         dtype = row.was_fp8 or program.fp8.get(line, "")
@@ -212,9 +205,8 @@ UNUSED_RULE = Check(
 
 
 @UNUSED_RULE.on_program
-def check_rules(audit: Auditor, traced: _trace.Traced) -> Iterator[Finding]:
+def check_rules(audit: Auditor, _: _trace.Traced) -> Iterator[Finding]:
     """Reports required rules without a module."""
-    del traced
     policies = audit.context.policies
     if policies is None:
         return

@@ -18,7 +18,6 @@ from jaxmp._tools.audit._dataflow import GRADIENT, From, Update, powers_of
 from jaxmp._tools.audit._labels import ConditionalFinding, Logits
 from jaxmp._tools.audit._origins import SUMS, fix_expression, fix_operation
 from jaxmp._tools.fixes._rewrite import with_finite_numbers
-from jaxmp._tools.fixes._source import expression_of
 
 FLOAT16_RANGE = _checks.Check(
     id="float16_range",
@@ -86,9 +85,9 @@ def report_epsilon(op: _checks.OpOccurrence, audit: _auditor.Auditor) -> None:
         divisor = op.operands[-1:] if op.name == "div" else op.operands[:1]
         lost = audit.flow.labels(LostEpsilon, *divisor)
         for label in lost:
-            label.fix = fix_operation(op, audit.findings, "float16", SUMS) or label.fix
+            label.fix = fix_operation(op, "float16", SUMS) or label.fix
         if lost:
-            harm = f", and the {op.name} at {audit.findings.where(op)} is not finite for 0"
+            harm = f", and the {op.name} at {op.where} is not finite for 0"
             audit.report(LostEpsilon, divisor, harm)
 
 
@@ -102,43 +101,37 @@ def check_constant(op: _checks.OpOccurrence, audit: _auditor.Auditor) -> None:
             limit = "min" if value < 0 else "max"
             message = "a constant beyond 65504 is infinite in float16: rows that are masked"
             fix = f"Use jnp.finfo(logits.dtype).{limit} in place of the constant {value:g}."
-            code = with_finite_numbers(expression_of(op, audit.findings), "float16")
+            code = with_finite_numbers(op.expression, "float16")
             fix = f"Use the largest finite number of the dtype:\n    {code}" if code else fix
             audit.add(FLOAT16_RANGE, op, f"{message} everywhere become NaN.", fix)
 
 
 def _float16_operands(op: _checks.OpOccurrence) -> list[_jaxprs.Atom]:
     """Returns the operands of an operation with a float16 result; none in a backward pass."""
-    is_float16 = _checks.dtype_of(op.result) == _dtypes.FLOAT16
-    return op.operands if is_float16 and not op.is_backward else []
+    return op.operands if op.dtype == _dtypes.FLOAT16 and not op.is_backward else []
 
 
 @FLOAT16_RANGE.on_operation("convert_element_type")
 def check_formats(op: _checks.OpOccurrence, audit: _auditor.Auditor) -> OtherFormat | None:
     """Reports values that are cast from one 16-bit format to the other and back."""
-    (operand,), dtype = op.operands, _checks.dtype_of(op.result)
+    (operand,), dtype = op.operands, op.dtype
     source = _checks.half_of([op.body.source_of(operand, _checks.named("convert_element_type"))])
     if source is None or not _dtypes.is_16bit(dtype) or op.is_backward:
         return None
-    audit.report(OtherFormat, [operand], f", and back at {audit.findings.where(op)}")
+    audit.report(OtherFormat, [operand], f", and back at {op.where}")
     if source == dtype:
         return None
     loss = "beyond 65504 it is inf" if dtype == _dtypes.FLOAT16 else "it loses 3 bits of precision"
-    fix = f"Keep one 16-bit format: remove .astype(jnp.{dtype.name}) at {audit.findings.where(op)}."
+    fix = f"Keep one 16-bit format: remove .astype(jnp.{dtype.name}) at {op.where}."
     return OtherFormat(op, f"a {source.name} value is cast to {dtype.name}, where {loss}", fix)
 
 
 @FLOAT16_RANGE.on_operation("convert_element_type")
 def check_product_of_weights(op: _checks.OpOccurrence, audit: _auditor.Auditor) -> None:
     """Reports the FP32 gradient of a product of weights, which is rounded for two matmuls."""
-    (operand,), result = op.operands, op.result
-    is_rounded = (
-        _checks.dtype_of(operand) == _dtypes.FLOAT32 and _checks.dtype_of(result) == _dtypes.FLOAT16
-    )
-    if not op.is_backward or not is_rounded:
-        return
-    maker = op.body.maker_through(operand, _checks.LAYOUT)
-    if maker is None or not _is_matmul(maker) or not _is_multiplied(result, op.body):
+    is_rounded = op.is_backward and op.rounded == _dtypes.FLOAT16
+    maker = op.body.maker_through(op.operands[0], _checks.LAYOUT) if is_rounded else None
+    if maker is None or not _is_matmul(maker) or not _is_multiplied(op.result, op.body):
         return
     if all(_checks.dtype_of(var) == _dtypes.FLOAT16 for var in maker.invars[:2]):
         message = "the gradient of a product of weights is rounded to float16: sums beyond 65504"
@@ -176,7 +169,7 @@ def label_square(op: _checks.OpOccurrence, audit: _auditor.Auditor) -> Square | 
     message = "squares of float16 are inf from 256 on, and 0 below 2e-4"
     if not operands or not is_square:
         return None
-    fix = fix_expression("Square in FP32", op, audit.findings) or FLOAT16_RANGE.fix
+    fix = fix_expression("Square in FP32", op) or FLOAT16_RANGE.fix
     return Square(op, message, fix)
 
 
@@ -189,13 +182,12 @@ def collect_sums(op: _checks.OpOccurrence, audit: _auditor.Auditor) -> None:
 
 
 @FLOAT16_RANGE.on_program
-def report_sums(audit: _auditor.Auditor, traced: _trace.Traced) -> None:
+def report_sums(audit: _auditor.Auditor, _: _trace.Traced) -> None:
     """Reports summed squares, unless they are the statistics of a norm that is reported."""
-    del traced
     norms = {f.line for f in audit.findings if f.check is _check_ops.NORM_16BIT}
     for square, op in audit.collected[_Sum]:
-        if audit.findings.line_of(op) not in norms:
-            square.report(f"; they are summed at {audit.findings.where(op)}", audit.findings)
+        if op.line not in norms:
+            square.report(f"; they are summed at {op.where}")
 
 
 @FLOAT16_RANGE.on_operation("mul", "div")
@@ -208,8 +200,8 @@ def label_logits(op: _checks.OpOccurrence, audit: _auditor.Auditor) -> UnscaledL
     for label in audit.flow.of(logits):
         if isinstance(label, Logits) and not label.normalized and _is_of_activations(label, audit):
             message = "queries and keys are multiplied in float16, and the logits are scaled later"
-            sign, where = "*" if op.name == "mul" else "/", audit.findings.where(op)
-            fix = f"Scale the queries before the matmul, instead of the logits at {where}:\n"
+            sign = "*" if op.name == "mul" else "/"
+            fix = f"Scale the queries before the matmul, instead of the logits at {op.where}:\n"
             return UnscaledLogits(label.op, message, f"{fix}    q = q {sign} {value:.6g}")
     return None
 
@@ -280,14 +272,12 @@ def check_division(op: _checks.OpOccurrence, audit: _auditor.Auditor) -> None:
     for var, other in pairs if not op.is_backward else ():
         if GRADIENT in audit.flow.of(other) or GRADIENT not in audit.flow.of(var):
             continue
-        for number in (
-            n for n, power in powers_of(audit.flow.of(other)).items() if power == divided
-        ):
+        powers = powers_of(audit.flow.of(other))
+        for number in (n for n, power in powers.items() if power == divided):
             audit.collected[_Divisor].append(_Divisor(number))
             if _of_gradient(var, audit).get(number, 0) == 0:
                 message = "gradients are divided by the loss scale a second time."
-                where = audit.findings.where(op)
-                fix = f"Remove the second division by the loss scale, at {where}."
+                fix = f"Remove the second division by the loss scale, at {op.where}."
                 audit.collected[_Event].append(_Event(number, op, message, fix))
 
 
@@ -333,8 +323,7 @@ def check_scales(audit: _auditor.Auditor, traced: _trace.Traced) -> Iterable[_ro
         powers = _of_gradient(var, audit)
         is_state = bool(audit.flow.labels(From, var))
         is_norm = var.aval.size == 1 and not is_state and any(powers.get(n) for n in scales)
-        maker = traced.maker_of(var) if is_norm and not events else None
+        maker = traced.maker_of(var, audit.findings) if is_norm and not events else None
         if maker is not None:
-            file, line = audit.findings.line_of(maker)
             message = f"result{jtu.keystr(path)} is computed from gradients that are multiplied by"
-            yield SCALED_GRADIENTS.finding(f"{message} the loss scale.", _FIX, file=file, line=line)
+            yield SCALED_GRADIENTS.finding(f"{message} the loss scale.", _FIX, maker)

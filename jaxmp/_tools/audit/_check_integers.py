@@ -11,7 +11,6 @@ import numpy as np
 from jaxmp._core import _dtypes
 from jaxmp._programs import _jaxprs, _operations
 from jaxmp._tools.audit import _auditor, _check_ops, _checks, _labels, _origins
-from jaxmp._tools.fixes import _source
 
 ROUNDED_INPUT = _checks.Check(
     id="rounded_input",
@@ -30,15 +29,13 @@ def check_rounding(op: _checks.OpOccurrence, audit: _auditor.Auditor) -> None:
         example = "257 becomes 256" if dtype == "bfloat16" else "2049 becomes 2048"
         message = f"argument {source.location} is rounded to {dtype} before {op.name}: {example}."
         fix = _keep_input(source.name, dtype, op, audit)
-        fix = fix or _origins.fix_rounding(op, audit.findings)
-        fix = fix or _origins.fix_operation(op, audit.findings, dtype)
+        fix = fix or _origins.fix_rounding(op)
+        fix = fix or _origins.fix_operation(op, dtype)
         rounded = [x.fix for x in audit.flow.labels(RoundedValue, *operands)]
         fix = fix if op.location.names or not rounded else rounded[0]
         audit.add(ROUNDED_INPUT, op, message, fix)
         return
-    audit.report(
-        RoundedValue, operands, f", and its {op.name} is computed at {audit.findings.where(op)}"
-    )
+    audit.report(RoundedValue, operands, f", and its {op.name} is computed at {op.where}")
 
 
 class RoundedValue(_labels.ConditionalFinding):
@@ -58,18 +55,12 @@ class _Complement(_labels.Fact):
 @ROUNDED_INPUT.on_operation("convert_element_type")
 def label_value(op: _checks.OpOccurrence, audit: _auditor.Auditor) -> RoundedValue | None:
     """Labels an FP32 table, which was not 16 bits before, that is rounded."""
-    (operand,), dtype = op.operands, _checks.dtype_of(op.result)
-    is_wide = _checks.dtype_of(operand) == _dtypes.FLOAT32
-    if (
-        not is_wide
-        or _labels.WAS_16_BITS in audit.flow.of(operand)
-        or not _dtypes.is_16bit(dtype)
-        or operand.aval.size == 1
-        or not op.is_forward
-    ):
+    (operand,), dtype = op.operands, op.rounded
+    is_new = op.is_forward and _labels.WAS_16_BITS not in audit.flow.of(operand)
+    if dtype is None or not is_new or operand.aval.size == 1:
         return None
-    sentence = f"At {audit.findings.where(op)}, do not round to 16 bits"
-    fix = lambda: _origins.fix_expression(sentence, op, audit.findings) or f"{sentence}."
+    sentence = f"At {op.where}, do not round to 16 bits"
+    fix = lambda: _origins.fix_expression(sentence, op) or f"{sentence}."
     return RoundedValue(op, f"an FP32 array is rounded to {dtype.name}", fix)
 
 
@@ -86,8 +77,8 @@ def label_complement(op: _checks.OpOccurrence, audit: _auditor.Auditor) -> None:
 def check_complement(op: _checks.OpOccurrence, audit: _auditor.Auditor) -> None:
     """Reports a root or logarithm of 1 minus a rounded array, which cancels near 1."""
     for label in audit.flow.labels(_Complement, *op.operands):
-        harm = f", so that 1 minus it cancels before the {op.name} at {audit.findings.where(op)}"
-        label.value.report(harm, audit.findings)
+        harm = f", so that 1 minus it cancels before the {op.name} at {op.where}"
+        label.value.report(harm)
 
 
 def _keep_input(name: str, dtype: str, op: _checks.OpOccurrence, audit: _auditor.Auditor) -> str:
@@ -98,9 +89,7 @@ def _keep_input(name: str, dtype: str, op: _checks.OpOccurrence, audit: _auditor
     """
     if not op.location.names:
         return ""
-    path = _jaxprs.module_paths_of(op.location.names)[0]
-    own, parts = _source.expression_of(op, audit.findings), []
-    name = own.argument or name
+    path, name, parts = op.module, op.expression.argument or name, list[str]()
     if name != "NAME":
         keep = f"    Rule('', keep_inputs=[{name!r}])"
         parts.append(f"Keep the argument by a rule with its name in the model's __call__:\n{keep}")
@@ -167,7 +156,7 @@ class RoundedKeys(_labels.ConditionalFinding):
 def check_integers(op: _checks.OpOccurrence, audit: _auditor.Auditor) -> Integers | None:
     """Labels integers, and reports those that are rounded to 16 bits."""
     integers = _integers_after(op, audit) if op.is_forward else None
-    dtype = _checks.dtype_of(op.result)
+    dtype = op.dtype
     if integers is None or not _dtypes.is_16bit(dtype):
         return integers
     limit = 2 ** (jnp.finfo(dtype).nmant + 1)
@@ -176,7 +165,7 @@ def check_integers(op: _checks.OpOccurrence, audit: _auditor.Auditor) -> Integer
     up_to = "" if math.isinf(integers.bound) else f" up to {integers.bound:,.0f}"
     text = f"{integers.text}{up_to} are rounded to {dtype.name}"
     sentence = "Compute with FP32 positions and counts, and cast the results"
-    fix = _origins.fix_expression(sentence, op, audit.findings)
+    fix = _origins.fix_expression(sentence, op)
     audit.add(ROUNDED_INTEGER, op, f"{text}: {limit + 1:,} becomes {limit:,}.", fix)
     return None
 
@@ -184,17 +173,16 @@ def check_integers(op: _checks.OpOccurrence, audit: _auditor.Auditor) -> Integer
 @ROUNDED_INTEGER.on_operation("convert_element_type")
 def label_index(op: _checks.OpOccurrence, audit: _auditor.Auditor) -> RoundedIndex | None:
     """Labels integers that were computed in 16 bits, as `jnp.quantile` does."""
-    (operand,), result = op.operands, op.result
+    (operand,) = op.operands
     dtype = _checks.half_of([operand])
-    if dtype is None or not op.is_forward or np.dtype(_checks.dtype_of(result)).kind not in "iu":
+    if dtype is None or not op.is_forward or op.dtype.kind not in "iu":
         return None
     limit = 2 ** (jnp.finfo(dtype).nmant + 1)
     message = f"indices are computed in {dtype.name}: {limit + 1:,} becomes {limit:,}"
-    findings = audit.findings
-    fix = _origins.fix_origins(op, findings) if findings.is_own_call(op.equation) else ""
+    fix = _origins.fix_origins(op) if op.is_own_call else ""
     for label in audit.flow.labels(_labels.RoundedInput, operand):
         fix = _keep_input(label.input.name, label.dtype, op, audit) or fix
-    fix = fix or _origins.fix_expression("Compute the indices in FP32", op, findings)
+    fix = fix or _origins.fix_expression("Compute the indices in FP32", op)
     return RoundedIndex(op, message, fix or ROUNDED_INTEGER.fix)
 
 
@@ -205,29 +193,24 @@ def check_index(op: _checks.OpOccurrence, audit: _auditor.Auditor) -> None:
     for label in audit.flow.labels(RoundedIndex, *indices):
         limit = 2 ** (jnp.finfo(_checks.dtype_of(label.op.operands[0])).nmant + 1)
         if max(op.operands[0].aval.shape, default=0) > limit:
-            label.report(f"; they are read at {audit.findings.where(op)}", audit.findings)
+            label.report(f"; they are read at {op.where}")
 
 
 def _integers_after(op: _checks.OpOccurrence, audit: _auditor.Auditor) -> Integers | None:
-    result = op.result
     if op.name == "iota":
         return Integers(_operations.iota_length(op.equation) - 1, "positions")
-    each = list[Integers]()
-    for var in op.operands:
-        integers = _integers(var, audit)
-        if integers is None:
-            return None
-        each.append(integers)
-    bounds = [integers.bound for integers in each]
+    each = [_integers(var, audit) for var in op.operands]
+    bounds = [integers.bound for integers in each if integers is not None]
+    is_count = op.name == "reduce_sum" and _check_ops.counts_largest(op)
+    if len(bounds) < len(each) or is_count:
+        return None
     if op.name == "convert_element_type":
         return each[0]
-    if op.name == "reduce_sum" and _check_ops.counts_largest(op):
-        return None
-    bound, size = math.prod(bounds) if op.name == "mul" else sum(bounds), result.aval.size
+    bound, result = math.prod(bounds) if op.name == "mul" else sum(bounds), op.result.aval
     if op.name == "reduce_sum":
-        bound *= op.operands[0].aval.size / max(size, 1)
+        bound *= op.operands[0].aval.size / max(result.size, 1)
     if op.name == "cumsum":
-        bound *= result.aval.shape[_operations.axes_of(op.equation)[0]]
+        bound *= result.shape[_operations.axes_of(op.equation)[0]]
     return Integers(bound, "counts")
 
 
@@ -251,21 +234,16 @@ def _integers(var: _jaxprs.Atom, audit: _auditor.Auditor) -> Integers | None:
 @SORT_16BIT.on_operation("convert_element_type")
 def label_keys(op: _checks.OpOccurrence, audit: _auditor.Auditor) -> RoundedKeys | None:
     """Labels FP32 values that are rounded to 16 bits, unless they were 16 bits before."""
-    (operand,), dtype = op.operands, _checks.dtype_of(op.result)
+    (operand,), dtype = op.operands, op.rounded
     # `jnp.quantile` and `jnp.median` write a scalar NaN into their 16-bit keys.
-    is_array = _checks.dtype_of(operand) == _dtypes.FLOAT32 and operand.aval.size > 1
-    if not op.is_forward or not is_array or not _dtypes.is_16bit(dtype):
+    if dtype is None or not op.is_forward or operand.aval.size <= 1:
         return None
     maker = op.body.maker_through(operand, _checks.LAYOUT - {"convert_element_type"})
-    if (
-        maker is not None
-        and maker.primitive.name == "convert_element_type"
-        and _checks.half_of(maker.invars)
-    ):
+    is_cast = maker is not None and maker.primitive.name == "convert_element_type"
+    if is_cast and _checks.half_of(maker.invars):
         return None
-    where = audit.findings.where(op)
-    message = f"FP32 keys are rounded to {dtype.name} at {where}, so that many are equal"
-    fix = f"Sort the FP32 keys: remove .astype(jnp.{dtype.name}) at {where}."
+    message = f"FP32 keys are rounded to {dtype.name} at {op.where}, so that many are equal"
+    fix = f"Sort the FP32 keys: remove .astype(jnp.{dtype.name}) at {op.where}."
     return RoundedKeys(op, message, fix)
 
 
@@ -274,7 +252,7 @@ def check_keys(op: _checks.OpOccurrence, audit: _auditor.Auditor) -> None:
     """Reports a sort of rounded keys."""
     if not op.is_backward:
         keys = op.operands[: _operations.count_of_keys(op.equation)]
-        audit.report(RoundedKeys, keys, f", and they are sorted at {audit.findings.where(op)}")
+        audit.report(RoundedKeys, keys, f", and they are sorted at {op.where}")
 
 
 # ---------------------------------------------------------------------------
@@ -290,9 +268,4 @@ def check_integer_matmul(op: _checks.OpOccurrence, audit: _auditor.Auditor) -> N
         lhs, rhs, result = (dtype.name for dtype in dtypes)
         largest = np.iinfo(dtypes[2]).max
         message = f"{op.name} of {lhs} and {rhs}: sums beyond {largest:,} wrap around in {result}."
-        audit.add(
-            INT_OVERFLOW,
-            op,
-            message,
-            _origins.fix_sums("Sum in int32", op, "int32", audit.findings),
-        )
+        audit.add(INT_OVERFLOW, op, message, _origins.fix_sums("Sum in int32", op, "int32"))

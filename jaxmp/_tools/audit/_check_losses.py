@@ -80,9 +80,8 @@ class Probability(_labels.Fact):
 @LOSS_16BIT.on_operation("convert_element_type", "reduce_sum")
 def label_loss(op: OpOccurrence, audit: Auditor) -> RoundedLoss | None:
     """Labels the 16-bit scalar to which a reduction of a differentiated function is rounded."""
-    result = op.result
     is_loss = op.is_forward and op.location.differentiated
-    if not is_loss or not is_16bit(_checks.dtype_of(result)) or math.prod(result.aval.shape) != 1:
+    if not is_loss or not is_16bit(op.dtype) or math.prod(op.result.aval.shape) != 1:
         return None
     total = op.equation
     if op.name == "convert_element_type":
@@ -91,11 +90,9 @@ def label_loss(op: OpOccurrence, audit: Auditor) -> RoundedLoss | None:
         return None
     if _checks.dtype_of(op.body.source_of(total.invars[0], _checks.LAYOUT)) not in _checks.FLOATS:
         return None  # A count, such as that of the elements of a mask.
-    dtype, where = _checks.dtype_of(result).name, audit.findings.where(op)
-    message = f"the loss is rounded to {dtype} when its terms are summed"
-    fix = fix_operation(op._replace(equation=total), audit.findings)
-    fix = fix or f"Compute the loss in FP32: cast its inputs before {where}:\n    {LOSS_16BIT.fix}"
-    return RoundedLoss(op, message, fix)
+    message = f"the loss is rounded to {op.dtype.name} when its terms are summed"
+    inputs = f"Compute the loss in FP32: cast its inputs before {op.where}:\n    {LOSS_16BIT.fix}"
+    return RoundedLoss(op, message, fix_operation(op.made(total)) or inputs)
 
 
 @LOSS_16BIT.on_program
@@ -111,23 +108,19 @@ def report_losses(audit: Auditor, traced: _trace.Traced) -> None:
 
 
 @LOSS_16BIT.on_operation("log", "log1p")
-def label_logarithm(op: OpOccurrence, audit: Auditor) -> LogProbability | None:
+def label_logarithm(op: OpOccurrence, _: Auditor) -> LogProbability | None:
     """Labels FP32 logarithms."""
-    del audit
-    is_wide = _checks.dtype_of(op.result) == FLOAT32 and op.is_forward
-    return LogProbability() if is_wide else None
+    return LogProbability() if op.dtype == FLOAT32 and op.is_forward else None
 
 
 @LOSS_16BIT.on_operation("convert_element_type")
 def label_rounding(op: OpOccurrence, audit: Auditor) -> RoundedTerm | None:
     """Labels log-probabilities that are rounded to 16 bits."""
-    (operand,), result = op.operands, op.result
-    is_log = bool(audit.flow.labels(LogProbability, operand))
-    if not is_log or _checks.dtype_of(operand) != FLOAT32 or not is_16bit(_checks.dtype_of(result)):
+    dtype = op.rounded
+    if dtype is None or not audit.flow.labels(LogProbability, *op.operands):
         return None
-    dtype, where = _checks.dtype_of(result).name, audit.findings.where(op)
-    message = f"log-probabilities are rounded to {dtype}"
-    fix = f"Keep the log-probabilities in FP32: remove .astype(jnp.{dtype}) at {where}."
+    message = f"log-probabilities are rounded to {dtype.name}"
+    fix = f"Keep the log-probabilities in FP32: remove .astype(jnp.{dtype.name}) at {op.where}."
     return RoundedTerm(op, message, fix)
 
 
@@ -144,8 +137,8 @@ def label_difference(op: OpOccurrence, audit: Auditor) -> RoundedDifference | No
     labels = audit.flow.labels(_Difference, *difference.outvars)
     if dtype is None or any(isinstance(label.rounded, UserCast) for label in labels):
         return None
-    sub = op._replace(equation=difference)
-    fix = fix_expression("Subtract in FP32", sub, audit.findings) or LOSS_16BIT.fix
+    sub = op.made(difference)
+    fix = fix_expression("Subtract in FP32", sub) or LOSS_16BIT.fix
     message = f"the differences of a loss are rounded to {dtype.name}"
     return RoundedDifference(sub, message, fix)
 
@@ -154,7 +147,7 @@ def label_difference(op: OpOccurrence, audit: Auditor) -> RoundedDifference | No
 def report_terms(op: OpOccurrence, audit: Auditor) -> None:
     """Reports rounded terms that are summed to a scalar."""
     if op.is_forward and math.prod(op.result.aval.shape) == 1:
-        harm = f", and a loss sums the results at {audit.findings.where(op)}"
+        harm = f", and a loss sums the results at {op.where}"
         audit.report(RoundedTerm, op.operands, harm)
 
 
@@ -174,7 +167,7 @@ _PROBABILITIES = {
 @LOG_OF_ROUNDED.on_operation("logistic", "tanh", "convert_element_type", "div")
 def label_probability(op: OpOccurrence, audit: Auditor) -> Probability | None:
     """Labels 16-bit sigmoids and softmaxes."""
-    if not is_16bit(_checks.dtype_of(op.result)) or op.is_backward:
+    if not is_16bit(op.dtype) or op.is_backward:
         return None
     is_softmax = any(x.normalized for x in audit.flow.labels(_labels.Logits, op.operands[0]))
     name = "softmax" if is_softmax else op.name
@@ -186,16 +179,14 @@ def check_logarithm(op: OpOccurrence, audit: Auditor) -> None:
     """Reports the logarithm of a probability that was rounded to 16 bits."""
     operands = op.operands[:1] if op.is_forward else ()
     for label in audit.flow.labels(Probability, *operands)[:1]:
-        dtype, where = _checks.dtype_of(label.op.result), audit.findings.where(label.op)
-        name, code = _PROBABILITIES[label.name]
-        message = f"the logarithm of a {name} that is rounded to {dtype.name} at {where}."
-        fix = f"Compute it from the FP32 input of the {name}:\n    {code}"
+        (name, code), where = _PROBABILITIES[label.name], label.op.where
+        message = f"the logarithm of a {name} that is rounded to {label.op.dtype.name} at {where}."
+        own = ""
         if label.op.name == "convert_element_type":
-            sentence = f"At {where}, do not round to 16 bits"
-            fix = fix_expression(sentence, label.op, audit.findings) or fix
-        elif audit.findings.is_own_call(label.op.equation):
-            own = fix_operation(label.op, audit.findings).replace("Compute", f"At {where}, compute")
-            fix = own or fix
+            own = fix_expression(f"At {where}, do not round to 16 bits", label.op)
+        elif label.op.is_own_call:
+            own = fix_operation(label.op).replace("Compute", f"At {where}, compute")
+        fix = own or f"Compute it from the FP32 input of the {name}:\n    {code}"
         audit.add(LOG_OF_ROUNDED, op, message, fix)
 
 
@@ -269,19 +260,15 @@ def label_cast(op: OpOccurrence, audit: Auditor) -> None:
     The operations that compute a softmax in 16 bits have their own findings.
     """
     (operand,), result = op.operands, op.result
-    if not op.is_forward or FLOAT32 not in (_checks.dtype_of(operand), _checks.dtype_of(result)):
+    if not op.is_forward or FLOAT32 not in (_checks.dtype_of(operand), op.dtype):
         return
-    dtype = _checks.half_of([result])
-    if dtype is None:
-        if audit.flow.labels(UserCast, operand) and _uses.Use.SOFTMAX in audit.use_of(result):
-            audit.report(UserCast, [operand], _SOFTMAX_READS)
-    elif (
-        audit.flow.labels(_Computed, operand)
-        and not audit.flow.labels(LogProbability, operand)
-        and audit.findings.is_own_call(op.equation)
-    ):
-        advice = f"At {audit.findings.where(op)}, do not round to 16 bits"
-        fix = lambda: fix_expression(advice, op, audit.findings) or f"{advice}."
+    dtype, labels = op.rounded, audit.flow.labels
+    is_output = labels(_Computed, operand) and not labels(LogProbability, operand)
+    if dtype is None and _uses.Use.SOFTMAX in audit.use_of(result):
+        audit.report(UserCast, [operand], _SOFTMAX_READS)
+    elif dtype is not None and is_output and op.is_own_call:
+        advice = f"At {op.where}, do not round to 16 bits"
+        fix = lambda: fix_expression(advice, op) or f"{advice}."
         audit.flow.mark(result, UserCast(op, f"an FP32 value is rounded to {dtype.name}", fix))
 
 
@@ -298,9 +285,9 @@ def label_output(op: OpOccurrence, audit: Auditor) -> None:
     use = audit.use_of(result)
     audit.flow.mark(result, output)
     if _uses.Use.SOFTMAX in use:
-        output.report(_SOFTMAX_READS, audit.findings)
+        output.report(_SOFTMAX_READS)
     elif _uses.Use.ORDER in use:
-        output.report("; a top-k, argmax or sort compares it", audit.findings)
+        output.report("; a top-k, argmax or sort compares it")
 
 
 def _is_own_loss(op: OpOccurrence) -> bool:
@@ -309,24 +296,17 @@ def _is_own_loss(op: OpOccurrence) -> bool:
     return site is not None and site[0].co_filename.startswith(str(Path(losses.__file__).parent))
 
 
-def _is_wrapped(op: OpOccurrence) -> bool:
-    """Returns True in a layer of a model that a recipe has wrapped."""
-    traceback = op.equation.source_info.traceback
-    codes = () if traceback is None else traceback.raw_frames()[0]
-    folder = str(Path(losses.__file__).parents[1] / "_flax")
-    return any(code.co_filename.startswith(folder) for code in codes)
-
-
 def _fix_output(op: OpOccurrence, audit: Auditor) -> str:
-    context, path = audit.context, _jaxprs.module_paths_of(op.location.names)[0]
+    context, path = audit.context, op.module
     # The rule does not help where a policy returns FP32 already, but does not reach the layer, or
     # where the line of the user contains the matmul itself.
     has_rule = context.policies is not None and context.resolve(op.location.names).wide_output
-    is_layer = _is_wrapped(op) and not contains_matmul(op, audit.findings)
-    if path and not has_rule and is_layer:
+    wrapped = (Path(losses.__file__).parents[1] / "_flax").as_posix()
+    is_wrapped = any(file.startswith(wrapped) for file in op.files)
+    if path and not has_rule and is_wrapped and not contains_matmul(op):
         rule = context.with_rule(f"jaxmp.Rule({path!r}, 'o=f32')")
         return f"Return the FP32 sums of this layer, by a rule of the recipe:\n    {rule}"
-    sums = fix_sums("Return the FP32 sums", op, "float32", audit.findings)
+    sums = fix_sums("Return the FP32 sums", op, "float32")
     return f"{sums}\nWith `{context.loss_code}`, their gradients are multiplied in 16 bits."
 
 
@@ -338,7 +318,7 @@ def label_difference_of_output(op: OpOccurrence, audit: Auditor) -> None:
         for rounded in audit.flow.labels(RoundingError, var):
             if isinstance(rounded, UserCast) and _is_zero(other, op, audit):
                 continue  # A softplus, which rounds no more than its operand.
-            is_made_of = _is_made_of(rounded.op, other, op, audit)
+            is_made_of = any(_has_error(rounded.op, x, audit) for x in _near(other, op.body))
             if not is_made_of or _are_slices(rounded.op, var, other, op, audit):
                 audit.flow.mark(op.result, _Difference(rounded))
 
@@ -346,13 +326,6 @@ def label_difference_of_output(op: OpOccurrence, audit: Auditor) -> None:
 def _is_zero(var: _jaxprs.Atom, op: OpOccurrence, audit: Auditor) -> bool:
     value = audit.known.value(op.body.source_of(var, _checks.LAYOUT))
     return value is not None and not np.any(value)
-
-
-def _is_made_of(
-    rounding: OpOccurrence, var: _jaxprs.Atom, op: OpOccurrence, audit: Auditor
-) -> bool:
-    """Returns True for a value that is computed from a rounded one, such as a mean of it."""
-    return any(_has_error(rounding, source, audit) for source in _near(var, op.body))
 
 
 def _are_slices(
@@ -402,5 +375,5 @@ def check_differences(op: OpOccurrence, audit: Auditor) -> None:
     """Reports a rounded result if a loss is a sum of its differences."""
     if op.is_forward and op.result.aval.size == 1:
         for label in audit.flow.labels(_Difference, *op.operands):
-            harm = f"; the loss at {audit.findings.where(op)} subtracts it from other values"
-            label.rounded.report(harm, audit.findings)
+            harm = f"; the loss at {op.where} subtracts it from other values"
+            label.rounded.report(harm)

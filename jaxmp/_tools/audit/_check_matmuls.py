@@ -3,27 +3,19 @@
 from __future__ import annotations
 
 import math
-from types import CodeType
 from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 
 from jaxmp._core import _dtypes
-from jaxmp._programs import _analysis, _constructs, _locations, _matmuls, _operations, _uses
-from jaxmp._programs._jaxprs import (
-    AUTOCAST,
-    Atom,
-    Equation,
-    Path,
-    is_literal,
-    module_paths_of,
-)
+from jaxmp._programs import _constructs, _locations, _matmuls, _operations, _uses
+from jaxmp._programs._jaxprs import AUTOCAST, Atom, Equation, Path, is_literal
 from jaxmp._tools.audit import _checks, _dataflow, _labels, _trace
 from jaxmp._tools.audit._auditor import Auditor
-from jaxmp._tools.audit._checks import Check, OpOccurrence, PendingFindings
+from jaxmp._tools.audit._checks import Check, OpOccurrence
 from jaxmp._tools.audit._origins import apply_code, fix_casts, fix_wide, in_words, is_in_flax
-from jaxmp._tools.fixes import _rewrite, _source
+from jaxmp._tools.fixes import _rewrite
 from jaxmp._tools.report import _section
 
 IMPLICIT_PROMOTION = Check(
@@ -80,12 +72,11 @@ def report_matmul(op: OpOccurrence, matmul: _matmuls.Matmul, flops: int, audit: 
     is_wide = bool({_dtypes.FLOAT32, _dtypes.FLOAT64} & {matmul.lhs, matmul.rhs})
     if not is_wide or not op.is_forward or _checks.is_internal_matmul(op, matmul):
         return
-    harm = f", and the matmul at {audit.findings.where(op)} ({op.name}) reads it"
+    harm = f", and the matmul at {op.where} ({op.name}) reads it"
     for label in audit.flow.labels(PromotedValue, *op.operands[:2]):
-        label.report(harm, audit.findings, flops)
-        key = op.location.names, audit.findings.line_of(op)
-        fix = f"{label.fix}\nThis is the promotion at {audit.findings.where(label.op)}."
-        audit.promotion_fixes.setdefault(key, fix)
+        label.report(harm, flops)
+        fix = f"{label.fix}\nThis is the promotion at {label.op.where}."
+        audit.promotion_fixes.setdefault((op.location.names, op.line), fix)
 
 
 @IMPLICIT_PROMOTION.on_program
@@ -95,12 +86,12 @@ def report_results(audit: Auditor, traced: _trace.Traced) -> None:
     for label in sorted(labels, key=lambda label: label.number):
         use = audit.use_of(label.op.result)
         if not use & (_uses.Use.SOFTMAX | _uses.Use.ORDER | _uses.Use.LOSS):
-            label.report(", and the program returns the wide result", audit.findings)
+            label.report(", and the program returns the wide result")
 
 
 def promotion_fix(op: OpOccurrence, audit: Auditor) -> str:
     """Returns the fix of the promotion that makes a matmul or its gradient wide, or ""."""
-    return audit.promotion_fixes.get((op.location.names, audit.findings.line_of(op)), "")
+    return audit.promotion_fixes.get((op.location.names, op.line), "")
 
 
 def _is_wider(source: np.dtype, target: np.dtype) -> bool:
@@ -114,40 +105,37 @@ def _label_promotion(
 ) -> None:
     (operand,), result = op.operands, op.result
     source, target = _checks.dtype_of(operand).name, _checks.dtype_of(result).name
-    here = op._replace(equation=reader)
-    message = f"{source} {_symbol(reader)} {target} is computed in {target}"
+    here = op.made(reader)
+    symbol = {"add": "+", "sub": "-", "mul": "*", "div": "/"}.get(here.name, "and")
+    message = f"{source} {symbol} {target} is computed in {target}"
     earlier = audit.flow.labels(PromotedValue, *others)
+    # The FP32 state of a recurrence, such as an LSTM's, times a 16-bit gate.
+    is_gated = _labels.GATED in audit.flow.of_all(others)
+    is_gated |= reader.primitive.name == "mul" and any(_is_carry(var, op) for var in others)
     if earlier:
-        harm = f", and the result promotes another {source} array at {audit.findings.where(here)}"
+        harm = f", and the result promotes another {source} array at {here.where}"
         # Parts of one expression, such as `mean + noise * std`, are one promotion.
-        own_line = _own_line(here, audit.findings)
         for promotion in earlier:
-            if not own_line or _own_line(promotion.op, audit.findings) != own_line:
-                promotion.report(harm, audit.findings)
-    elif any(_is_gated(var, reader, op, audit) for var in others):
+            is_own = here.is_own_call and promotion.op.is_own_call
+            if not is_own or promotion.op.line != here.line:
+                promotion.report(harm)
+    elif is_gated:
         audit.flow.mark(result, _labels.GATED)
     elif any(_is_stream(var, operand, op, audit) for var in others):
         audit.flow.mark(result, _labels.STREAM)
         index = next(n for n, var in enumerate(reader.invars) if var is not result)
-        fix = fix_wide("Cast the stream at its start", here, [index], source, audit.findings)
+        fix = fix_wide("Cast the stream at its start", here, [index], source)
         message = f"{message}: the residual stream or loop carry is {target} from its start."
         audit.add(IMPLICIT_PROMOTION, here, message, fix, severity=_checks.WARNING)
     else:
-        fix = _fix_promotion(here, result, others, source, audit.findings)
+        fix = _fix_promotion(here, result, others, source)
         audit.flow.mark(result, PromotedValue(here, message, fix))
 
 
-def _own_line(op: OpOccurrence, findings: PendingFindings) -> tuple[str, int] | None:
-    """Returns the line of an operation that the user's own code calls; None for a library's."""
-    return findings.line_of(op) if findings.is_own_call(op.equation) else None
-
-
-def _fix_promotion(
-    op: OpOccurrence, upcast: Atom, others: list[Atom], source: str, findings: PendingFindings
-) -> str:
-    if not findings.is_own_call(op.equation):
+def _fix_promotion(op: OpOccurrence, upcast: Atom, others: list[Atom], source: str) -> str:
+    if not op.is_own_call:
         if not is_in_flax(op):
-            return in_words(op, findings)
+            return in_words(op)
         return (
             f"Set dtype=jnp.{source} in the layer, or cast its result:\n"
             f"    y = y.astype(jnp.{source})"
@@ -156,10 +144,10 @@ def _fix_promotion(
     index = next(n for n, var in enumerate(op.operands) if var is not upcast)
     if literals:
         number = str(float(literals[0].val))
-        code = _rewrite.with_operand(_source.expression_of(op, findings), index, number) or number
+        code = _rewrite.with_operand(op.expression, index, number) or number
         sentence = "Replace the array or NumPy number by a Python number, which does not promote"
         return f"{sentence}:\n    {code}"
-    return fix_wide("Cast the wide operand", op, [index], source, findings)
+    return fix_wide("Cast the wide operand", op, [index], source)
 
 
 # ---------------------------------------------------------------------------
@@ -175,12 +163,6 @@ def _is_stream(var: Atom, operand: Atom, op: OpOccurrence, audit: Auditor) -> bo
     return is_other and op.body.depends_on(operand, var)
 
 
-def _is_gated(var: Atom, reader: Equation, op: OpOccurrence, audit: Auditor) -> bool:
-    """Returns True for the FP32 state of a recurrence, such as an LSTM's, times a 16-bit gate."""
-    is_product = reader.primitive.name == "mul" and _is_carry(var, op)
-    return is_product or _labels.GATED in audit.flow.of(var)
-
-
 def _is_carry(var: Atom, op: OpOccurrence) -> bool:
     """Returns True for a carry of the enclosing loop."""
     loop = None if op.outer is None or is_literal(var) else _constructs.loop_of(op.outer.equation)
@@ -192,10 +174,6 @@ def _is_carry(var: Atom, op: OpOccurrence) -> bool:
 # ---------------------------------------------------------------------------
 
 
-def _symbol(equation: Equation) -> str:
-    return {"add": "+", "sub": "-", "mul": "*", "div": "/"}.get(equation.primitive.name, "and")
-
-
 def _wide_operands(reader: Equation, upcast: Atom, op: OpOccurrence) -> list[Atom]:
     """Returns the wide operands because of which JAX promotes `upcast`, before broadcasts."""
     call = _locations.call_site(op.equation)
@@ -204,15 +182,11 @@ def _wide_operands(reader: Equation, upcast: Atom, op: OpOccurrence) -> list[Ato
         return []
     wide = _checks.dtype_of(upcast)
     others = [var for var in reader.invars if var is not upcast and _checks.dtype_of(var) == wide]
-    if any(_is_of_call(var, call, op.body) for var in others):
+    makers = (op.body.maker_through(var, _BROADCASTS) for var in others)
+    # If the same call made an operand, it widens on purpose.
+    if call and any(maker and _locations.call_site(maker) == call for maker in makers):
         return []
     return [op.body.source_of(var, _BROADCASTS) for var in others]
-
-
-def _is_of_call(var: Atom, call: tuple[CodeType, int] | None, body: _analysis.Body) -> bool:
-    """Returns True if the same call made an operand: then the call widens on purpose."""
-    maker = body.maker_through(var, _BROADCASTS)
-    return maker is not None and call is not None and _locations.call_site(maker) == call
 
 
 FP32_MATMUL = Check(
@@ -249,20 +223,18 @@ def check_operands(op: OpOccurrence, matmul: _matmuls.Matmul, flops: int, audit:
     narrow, wide = sorted(dtypes, key=lambda dtype: dtype.itemsize)
     message = f"{op.name} of {dtypes[0].name} and {dtypes[1].name} runs in {wide.name}."
     index, sentence = dtypes.index(wide), "Cast the wide operand"
-    fix = fix_wide(sentence, op, [index], narrow.name, audit.findings)
-    code = "\n" in fix
+    fix = fix_wide(sentence, op, [index], narrow.name)
     if not op.is_forward:
         # The cotangent of a matmul with a wider preferred_element_type is wide. Its FP32 result is
         # worth keeping, for a log-softmax in particular, so that only time is lost.
         fix = "Keep the FP32 result, and let autocast multiply its gradient in 16 bits:\n"
         fix += f"    {audit.context.loss_code}"
-    elif code:
+    elif "\n" in fix:
         # The gradients of this matmul are as wide.
-        key = op.location.names, audit.findings.line_of(op)
-        audit.promotion_fixes.setdefault(key, fix)
+        audit.promotion_fixes.setdefault((op.location.names, op.line), fix)
     fix = promotion_fix(op, audit) or fix
     severity = "" if op.is_forward else _checks.NOTE
-    _add(MIXED_OPERANDS, op, message, fix, flops, audit, severity)
+    audit.add(MIXED_OPERANDS, op, message, fix, severity=severity, flops=flops)
 
 
 @FP32_MATMUL.on_matmul
@@ -272,8 +244,7 @@ def check_fp32(op: OpOccurrence, matmul: _matmuls.Matmul, flops: int, audit: Aud
         return
     allowed = audit.context.allowed_dtypes(op.location)
     if _is_router(op, audit):
-        where = audit.findings.where(op)
-        audit.notes[f"the FP32 matmul at {where} chooses experts or classes"] = None
+        audit.notes[f"the FP32 matmul at {op.where} chooses experts or classes"] = None
     elif not allowed:
         _check_upcast(op, flops, audit)
     elif _dtypes.FLOAT32 not in allowed:
@@ -293,7 +264,7 @@ def _is_fp32_by_design(op: OpOccurrence, matmul: _matmuls.Matmul, audit: Auditor
     Autocast computes the factorized one in FP32, because its condition multiplies each rounding
     error. The power iteration of a spectral norm requires FP32, too, and has few operations.
     """
-    key = _Exact(op.location.names, audit.findings.line_of(op))
+    key = _Exact(op.location.names, op.line)
     if _uses.Use.SOLVED in audit.use_of(op.result) or _dataflow.is_of_power_iteration(op):
         audit.collected[_Exact].append(key)
     return _checks.is_internal_matmul(op, matmul) or key in audit.collected[_Exact]
@@ -321,39 +292,24 @@ def check_policy(op: OpOccurrence, matmul: _matmuls.Matmul, flops: int, audit: A
 
 
 @FP32_MATMUL.on_program
-def suggest_autocast(audit: Auditor, traced: _trace.Traced) -> None:
+def suggest_autocast(audit: Auditor, _: _trace.Traced) -> None:
     """Replaces the fix where the model is wrapped already, and wrapping does not reach a matmul."""
-    del traced
-    rows = audit.matmuls
+    rows, context = audit.matmuls, audit.context
     if any(names and _dtypes.is_16bit(jnp.dtype(lhs)) for names, _, lhs, _ in rows):
         for finding in audit.findings:
             if finding.check in (FP32_MATMUL, OFF_POLICY_MATMUL):
-                context = audit.context
                 finding.fix = finding.fix.replace(context.wrap_code, context.autocast_code)
 
 
 @FP32_MATMUL.on_program
-def report_bytes(audit: Auditor, traced: _trace.Traced) -> None:
+def report_bytes(audit: Auditor, _: _trace.Traced) -> None:
     """Adds the share of bytes to the messages about matmuls that leave 16 bits."""
-    del traced
     for finding in audit.findings:
-        if size := finding.bytes:
-            share = f"{size / audit.matmul_bytes:.0%} of the bytes of all matmuls"
+        if finding.check in (FP32_MATMUL, MIXED_OPERANDS):
+            size = finding.bytes
+            share = f"{size / max(audit.matmul_bytes, 1):.0%} of the bytes of all matmuls"
             message = finding.message.removesuffix(".")
             finding.message = f"{message}; it moves {_section.bytes_text(size)}, {share}."
-
-
-def _add(
-    check: Check,
-    op: OpOccurrence,
-    message: str,
-    fix: str,
-    flops: int,
-    audit: Auditor,
-    severity: str = "",
-) -> None:
-    finding = audit.add(check, op, message, fix, severity=severity, flops=flops)
-    finding.bytes += _checks.bytes_of_matmul(op)
 
 
 def _check_upcast(op: OpOccurrence, flops: int, audit: Auditor) -> None:
@@ -361,8 +317,9 @@ def _check_upcast(op: OpOccurrence, flops: int, audit: Auditor) -> None:
         return
     if _labels.WAS_16_BITS in audit.flow.of_all(op.operands[:2]):
         message = f"{op.name} of float32, and an operand was cast up from 16 bits."
-        fix = promotion_fix(op, audit) or _fix_rule(op, audit) or fix_casts(op, audit.findings)
-        _add(FP32_MATMUL, op, message, fix or apply_code(op, audit.context), flops, audit)
+        fix = promotion_fix(op, audit) or _fix_rule(op, audit) or fix_casts(op)
+        fix = fix or apply_code(op, audit.context)
+        audit.add(FP32_MATMUL, op, message, fix, flops=flops)
 
 
 def _report_fp32(op: OpOccurrence, required: str, flops: int, audit: Auditor) -> None:
@@ -370,17 +327,16 @@ def _report_fp32(op: OpOccurrence, required: str, flops: int, audit: Auditor) ->
     is_highest = options is not None and options.is_highest
     message = f"{op.name} of float32, but the policies require {required}"
     message += "; the code sets precision=HIGHEST." if is_highest else "."
-    fix = promotion_fix(op, audit) or _fix_rule(op, audit) or fix_casts(op, audit.findings)
-    path = module_paths_of(op.location.names)[0]
+    fix = promotion_fix(op, audit) or _fix_rule(op, audit) or fix_casts(op)
     # A rule for the root would reach its own operations alone.
-    if path and not promotion_fix(op, audit):
-        rule = f"**/{path.rpartition('/')[2]}"
+    if op.module and not promotion_fix(op, audit):
+        rule = f"**/{op.module.rpartition('/')[2]}"
         fix = fix or f"Apply the policies:\n    {apply_code(op, audit.context)}"
         code = audit.context.with_rule(f"jaxmp.Rule({rule!r}, 'c=f32')")
         fix += f"\nOr keep the module in FP32 by a rule:\n    {code}"
     severity = _checks.WARNING if is_highest else _checks.ERROR
     fix = fix or apply_code(op, audit.context)
-    _add(FP32_MATMUL, op, message, fix, flops, audit, severity)
+    audit.add(FP32_MATMUL, op, message, fix, severity=severity, flops=flops)
 
 
 def _fix_rule(op: OpOccurrence, audit: Auditor) -> str:
@@ -434,7 +390,7 @@ def check_sizes(op: OpOccurrence, matmul: _matmuls.Matmul, flops: int, audit: Au
         fix += "".join(f"\n    width = {n}" for n in sorted(set(paddings.values())))
     finding = audit.add(MISALIGNED_MATMUL, op, message, fix, flops=flops)
     if classes:
-        audit.collected[_Classes].append(_Classes(audit.findings.line_of(op), classes))
+        audit.collected[_Classes].append(_Classes(op.line, classes))
     # Smaller sizes, such as three channels or one output, are those of the data, as are classes.
     is_data = lambda n: n < multiple or _Classes(finding.line, n) in audit.collected[_Classes]
     waste = math.prod(paddings[role] / n for role, n in sizes.items() if not is_data(n)) - 1
@@ -450,9 +406,8 @@ class _Classes(NamedTuple):
 
 def _classes_of(op: OpOccurrence, audit: Auditor) -> int:
     """Returns the number of classes of a matmul of logits; 0 for other matmuls."""
-    result = op.result
-    is_head = bool(audit.use_of(result) & (_uses.Use.SOFTMAX | _uses.Use.ORDER))
-    return result.aval.shape[-1] if is_head and op.is_forward else 0
+    is_head = bool(audit.use_of(op.result) & (_uses.Use.SOFTMAX | _uses.Use.ORDER))
+    return op.result.aval.shape[-1] if is_head and op.is_forward else 0
 
 
 def _fix_classes(classes: int, width: int) -> str:

@@ -10,7 +10,7 @@ import numpy as np
 from jaxmp._core import _dtypes
 from jaxmp._programs import _analysis, _constructs, _jaxprs, _operations
 from jaxmp._tools.audit import _auditor, _checks, _dataflow, _labels, _origins, _rows, _trace
-from jaxmp._tools.fixes import _rewrite, _source
+from jaxmp._tools.fixes import _rewrite
 
 # ---------------------------------------------------------------------------
 # Checks
@@ -84,12 +84,10 @@ _POWERS = _checks.named("integer_pow square one_minus_square")
 def check_softmax(op: _checks.OpOccurrence, dtype: np.dtype, audit: _auditor.Auditor) -> None:
     """Reports the exponential of a softmax."""
     if _role_of_exponential(op) == "softmax":
-        is_own = audit.findings.is_own_call(op.equation) or not op.location.names
-        if is_own:
-            fix = _origins.fix_operation(op, audit.findings, dtype.name)
-        else:
-            fix = _origins.apply_code(op, audit.context)
-        message = f"softmax in {dtype.name}: its probabilities have {_precision(dtype)}."
+        is_own = op.is_own_call or not op.location.names
+        fix = "" if is_own else _origins.apply_code(op, audit.context)
+        fix = fix or _origins.fix_operation(op, dtype.name)
+        message = f"softmax in {dtype.name}: its probabilities have {_PRECISION[dtype.name]}."
         audit.add(SOFTMAX_16BIT, op, message, fix)
 
 
@@ -97,8 +95,8 @@ def check_softmax(op: _checks.OpOccurrence, dtype: np.dtype, audit: _auditor.Aud
 def check_loss(op: _checks.OpOccurrence, dtype: np.dtype, audit: _auditor.Auditor) -> None:
     """Reports the exponential or the logarithm of a log-sum-exp."""
     if _role_of_exponential(op) == "log-sum-exp":
-        message = f"log-sum-exp in {dtype.name}: log-probabilities have {_precision(dtype)}."
-        audit.add(LOSS_16BIT, op, message, _origins.fix_operation(op, audit.findings))
+        message = f"log-sum-exp in {dtype.name}: log-probabilities have {_PRECISION[dtype.name]}."
+        audit.add(LOSS_16BIT, op, message, _origins.fix_operation(op))
 
 
 @LOSS_16BIT.on_program
@@ -112,12 +110,10 @@ def check_results(audit: _auditor.Auditor, traced: _trace.Traced) -> Iterable[_r
         is_loss = aval.shape == () and aval.dtype in _dtypes.FLOATS_16BIT and is_returned
         updated = (traced.variables[x.number] for x in audit.flow.labels(_dataflow.Update, var))
         is_loss &= not (audit.has_backward and any(v.aval.dtype == aval.dtype for v in updated))
-        op = traced.maker_of(var) if is_loss else None
+        op = traced.maker_of(var, audit.findings) if is_loss else None
         if op is not None:
-            file, line = audit.findings.line_of(op)
             message = f"result{jtu.keystr(path)} is a scalar in {aval.dtype.name}."
-            fix = _origins.fix_operation(op, audit.findings)
-            yield LOSS_16BIT.finding(message, fix, file=file, line=line)
+            yield LOSS_16BIT.finding(message, _origins.fix_operation(op), op)
 
 
 def _role_of_exponential(op: _checks.OpOccurrence) -> str:
@@ -163,20 +159,17 @@ def _is_divided(total: _jaxprs.Equation, op: _checks.OpOccurrence) -> bool:
     return False
 
 
-def _precision(dtype: np.dtype) -> str:
-    if dtype.name == "bfloat16":
-        return "8 bits of precision"
-    return "11 bits of precision, and logits overflow beyond 65504"
+_PRECISION = {
+    "bfloat16": "8 bits of precision",
+    "float16": "11 bits of precision, and logits overflow beyond 65504",
+}
 
 
 def _follows_sum_of_exp(op: _checks.OpOccurrence) -> bool:
     makers = made_of(op.operands[0], op.body, _checks.LAYOUT)
-    return any(
-        "exp"
-        in (inner.primitive.name for inner in made_of(maker.invars[0], op.body, _checks.LAYOUT))
-        for maker in makers
-        if maker.primitive.name in _SUMS
-    )
+    sums = (maker.invars[0] for maker in makers if maker.primitive.name in _SUMS)
+    before = (maker for var in sums for maker in made_of(var, op.body, _checks.LAYOUT))
+    return any(maker.primitive.name == "exp" for maker in before)
 
 
 # ---------------------------------------------------------------------------
@@ -211,29 +204,21 @@ def label_variance(op: _checks.OpOccurrence, audit: _auditor.Auditor) -> OnePass
     if not op.is_forward:
         return None
     lhs, rhs = (list(made_of(var, op.body, _NEAR | _SQUARES)) for var in op.operands)
-    is_one_pass = any(map(_is_square, rhs))
+    is_mul = lambda e: e.primitive.name == "mul" and e.invars[0] is e.invars[1]
+    is_one_pass = any(e.primitive.name in _SQUARES or is_mul(e) for e in rhs)
     is_one_pass &= any(map(_contains_sum, lhs)) and any(map(_contains_sum, rhs))
     dtype = _checks.half_of(var for e in (op.equation, *lhs, *rhs) for var in e.outvars)
     if not is_one_pass or dtype is None:
         return None
     message = f"a variance is the difference of two means that are rounded to {dtype.name}"
-    return OnePass(op, message, _origins.fix_origins(op, audit.findings) or _FIX_NORM)
-
-
-def _is_square(equation: _jaxprs.Equation) -> bool:
-    name, operands = equation.primitive.name, equation.invars
-    return name in _SQUARES or (name == "mul" and operands[0] is operands[1])
+    return OnePass(op, message, _origins.fix_origins(op) or _FIX_NORM)
 
 
 @NORM_16BIT.on_operation("sqrt", "rsqrt", "pow")
 def report_variance(op: _checks.OpOccurrence, audit: _auditor.Auditor) -> None:
     """Reports the root of a rounded variance."""
-    harm = f", whose root is computed at {audit.findings.where(op)}"
-    audit.report(
-        OnePass,
-        op.operands if _checks.dtype_of(op.result) == _dtypes.FLOAT32 else (),
-        harm,
-    )
+    if op.dtype == _dtypes.FLOAT32:
+        audit.report(OnePass, op.operands, f", whose root is computed at {op.where}")
 
 
 def is_sum(op: _checks.OpOccurrence) -> bool:
@@ -250,8 +235,8 @@ def _contains_sum(equation: _jaxprs.Equation) -> bool:
 def _report_norm(op: _checks.OpOccurrence, dtype: np.dtype, audit: _auditor.Auditor) -> None:
     limit = "8 bits of precision" if dtype.name == "bfloat16" else "no values below 6e-8"
     message = f"{op.name} in {dtype.name}: the variance or sum of squares has {limit}."
-    fix = _origins.fix_operation(op, audit.findings, dtype.name, _origins.SUMS)
-    if op.location.names and not _rewrite.in_fp32(_source.expression_of(op, audit.findings)):
+    fix = _origins.fix_operation(op, dtype.name, _origins.SUMS)
+    if op.location.names and not _rewrite.in_fp32(op.expression):
         fix = _origins.apply_code(op, audit.context)
     audit.add(NORM_16BIT, op, message, fix or _FIX_NORM)
 
@@ -291,8 +276,8 @@ def check_exponential(
     if not keep and (op.caller in _BOUNDED or _is_bounded(op.equation, op.body)):
         return None
     # A logarithm that is rounded again is reported where a loss sums it.
-    back = "" if op.name in ("log", "log1p") and audit.findings.is_own_call(op.equation) else dtype
-    fix = _origins.fix_operation(op, audit.findings, back and dtype.name)
+    back = "" if op.name in ("log", "log1p") and op.is_own_call else dtype
+    fix = _origins.fix_operation(op, back and dtype.name)
     fix = keep or fix or f"Compute {op.name} in FP32: {EXP_16BIT.fix}"
     use = ForwardUse(op, f"{op.name} in {dtype.name}", fix, _checks.ERROR)
     return _report_forward_use(use, audit)
@@ -306,11 +291,11 @@ def _keep_parameter(op: _checks.OpOccurrence, audit: _auditor.Auditor) -> str:
     """
     if not op.location.names or audit.context.policies is None:
         return ""
-    module = _jaxprs.module_paths_of(op.location.names)[0]
+    module = tuple(op.module.split("/"))
     for label in audit.flow.labels(_labels.Summand, *op.operands):
         owner = label.owner
-        is_own = owner[-len(module.split("/")) :] == tuple(module.split("/"))
-        if is_own or (not module and (not owner or owner[-1] in _ROOTS or owner[-1].isdigit())):
+        is_root = not owner or owner[-1] in _ROOTS or owner[-1].isdigit()
+        if owner[-len(module) :] == module or (module == ("",) and is_root):
             rule = audit.context.with_rule(f"jaxmp.Rule('**:{label.name}', 'c=f32')")
             return f"Read the parameter in FP32, by a rule:\n    {rule}"
     return ""
@@ -327,15 +312,14 @@ def label_parameter(op: _checks.OpOccurrence, audit: _auditor.Auditor) -> Rounde
     """Labels a parameter that a policy rounds."""
     fix = _keep_parameter(op, audit) if _checks.half_of(op.equation.outvars) is not None else ""
     message = "a parameter is rounded to 16 bits"
-    is_read = bool(fix) and op.is_forward
-    return RoundedParameter(op, message, fix) if is_read else None
+    return RoundedParameter(op, message, fix) if fix and op.is_forward else None
 
 
 @EXP_16BIT.on_operation("exp", "exp2", "expm1")
 def check_parameter(op: _checks.OpOccurrence, audit: _auditor.Auditor) -> None:
     """Reports an exponential in FP32 of a rounded parameter, such as a softplus, but no softmax."""
     if _checks.half_of(op.operands) is None and not _role_of_exponential(op):
-        harm = f" before its {op.name} at {audit.findings.where(op)}, which magnifies the rounding"
+        harm = f" before its {op.name} at {op.where}, which magnifies the rounding"
         audit.report(RoundedParameter, op.operands, harm)
 
 
@@ -358,12 +342,11 @@ def report_results(audit: _auditor.Auditor, traced: _trace.Traced) -> None:
 
 def _report_forward_use(use: ForwardUse, audit: _auditor.Auditor) -> ForwardUse | None:
     """Reports an operation, or returns a label if it may be computed for a derivative alone."""
-    if not use.op.is_forward:
-        # An operation of a recomputed region was reported in the forward pass.
-        return None
-    if use.op.location.differentiated:
+    # An operation of a recomputed region was reported in the forward pass.
+    if use.op.is_forward and use.op.location.differentiated:
         return use
-    use.report("", audit.findings)
+    if use.op.is_forward:
+        use.report("")
     return None
 
 

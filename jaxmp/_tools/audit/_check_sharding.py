@@ -15,7 +15,7 @@ from jaxmp._tools.audit._check_compiled import CompiledProgram, finding, require
 from jaxmp._tools.audit._check_ops import is_sum
 from jaxmp._tools.audit._origins import fix_expression, fix_origins
 from jaxmp._tools.audit._rows import CollectiveRow, Finding
-from jaxmp._tools.fixes import _rewrite, _source
+from jaxmp._tools.fixes import _rewrite
 from jaxmp._tools.report import _section
 
 ALL_REDUCE_16BIT = _checks.Check(
@@ -80,14 +80,14 @@ def _report_reduction(reduction: _labels.Reduction16Bit, audit: _auditor.Auditor
     if op.is_forward and not reduction.is_gradient and is_sum(op):
         message = f"statistics of the batch are averaged over devices in {dtype} ({op.name})."
         fix = f"jax.lax.pmean(x.astype(jnp.float32), {name})"
-        audit.add(ALL_REDUCE_16BIT, op, message, fix_origins(op, audit.findings) or fix)
+        audit.add(ALL_REDUCE_16BIT, op, message, fix_origins(op) or fix)
         return
     if not reduction.is_gradient or reduction.is_activation:
         audit.notes[sum_note(dtype)] = None
         return
     message = f"gradients are summed over devices in {dtype} ({op.name})."
     # A quotient after the sum stays, so that the code keeps the function.
-    fix = fix_origins(op, audit.findings) or fix_expression("Sum in FP32", op, audit.findings)
+    fix = fix_origins(op) or fix_expression("Sum in FP32", op)
     fix = fix if "\n" in fix else ""
     fix = fix or f"jax.lax.pmean(jax.tree.map(lambda g: g.astype(jnp.float32), grads), {name})"
     if op.name == "reduce_scatter" and op.is_backward:
@@ -108,11 +108,6 @@ class Constraint(NamedTuple):
     arguments: tuple[int, ...]
 
 
-def constraint_of(op: _checks.OpOccurrence, audit: _auditor.Auditor) -> Constraint:
-    labels = audit.flow.labels(_dataflow.From, op.operands[0])
-    return Constraint(op, tuple(label.number for label in labels))
-
-
 def gather_of(row: CollectiveRow, audit: _auditor.Auditor) -> Constraint | None:
     """Returns the constraint by which devices gather a weight; None if it is not known.
 
@@ -123,7 +118,7 @@ def gather_of(row: CollectiveRow, audit: _auditor.Auditor) -> Constraint | None:
         each
         for each in audit.collected[Constraint]
         if _locations.module_of(each.op.location.names, audit.root) == row.module
-        and (not row.file or audit.findings.line_of(each.op) == (row.file, row.line))
+        and (not row.file or each.op.line == (row.file, row.line))
         and _split_of(each, audit) is not None
     ]
     elements = row.bytes // row.count // (8 if row.dtype == "float64" else 4)
@@ -137,14 +132,14 @@ def fix_of_gather(gather: Constraint, dtype: str, audit: _auditor.Auditor) -> st
     The code also runs for the other constraints of its line, which must be of weights that are
     split in the same way.
     """
-    line = audit.findings.line_of(gather.op)
-    same = [c for c in audit.collected[Constraint] if audit.findings.line_of(c.op) == line]
+    line = gather.op.line
+    same = [c for c in audit.collected[Constraint] if c.op.line == line]
     if len({_split_of(constraint, audit) for constraint in same}) > 1:
         return ""
     spec = ", ".join(map(repr, _split_of(gather, audit) or ()))
     is_cast = _checks.half_of(gather.op.operands) is not None
     return _rewrite.with_split_copy(
-        _source.expression_of(gather.op, audit.findings),
+        gather.op.expression,
         f"jax.sharding.PartitionSpec({spec})",
         "" if is_cast else dtype,
         has_mesh=_operations.is_in_mesh(gather.op.equation),
@@ -153,14 +148,12 @@ def fix_of_gather(gather: Constraint, dtype: str, audit: _auditor.Auditor) -> st
 
 def _split_of(constraint: Constraint, audit: _auditor.Auditor) -> PartitionSpec | None:
     """Returns the spec of the argument that a constraint gathers; None if it gathers none."""
-    (operand,), result = (
-        constraint.op.operands,
-        _operations.sharding_of_result(constraint.op.equation),
-    )
+    shape = constraint.op.operands[0].aval.shape
+    result = _operations.sharding_of_result(constraint.op.equation)
     arrays = audit.collected[_trace.Traced][-1].arrays
     for number in constraint.arguments:
         spec = getattr(getattr(arrays[number], "sharding", None), "spec", None)
-        if spec is not None and arrays[number].shape == operand.aval.shape:
+        if spec is not None and arrays[number].shape == shape:
             kept = _hlo_collectives.axis_names(getattr(result, "spec", ()))
             return None if _hlo_collectives.axis_names(spec) <= kept else spec
     return None
@@ -292,7 +285,8 @@ def check_reductions(program: CompiledProgram, audit: _auditor.Auditor) -> Itera
 def collect_constraints(op: _checks.OpOccurrence, audit: _auditor.Auditor) -> None:
     """Collects the constraints of the forward pass, of which some gather weights."""
     if op.is_forward:
-        audit.collected[Constraint].append(constraint_of(op, audit))
+        numbers = (label.number for label in audit.flow.labels(_dataflow.From, op.operands[0]))
+        audit.collected[Constraint].append(Constraint(op, tuple(numbers)))
 
 
 @FP32_ALL_GATHER.on_compiled
@@ -313,19 +307,18 @@ def check_gathers(program: CompiledProgram, audit: _auditor.Auditor) -> Iterator
             if gather is not None:
                 code = fix_of_gather(gather, dtype, audit)
                 fix = f"{_CAST_SPLIT}    {code}" if code else fix
-                file, line = audit.findings.line_of(gather.op)
+                file, line = gather.op.line
                 row = dataclasses.replace(row, file=file, line=line)
             severity = _checks.ERROR if has_policies else _checks.WARNING
             yield finding(FP32_ALL_GATHER, row, message, fix, severity=severity)
     if updates:
-        message = f"{_total(updates)} of updated parameters are gathered in {updates[0].dtype}."
+        message = f"updated parameters are gathered in {updates[0].dtype}."
         yield _whole(FP32_ALL_GATHER, updates, message, _FIX_UPDATE)
 
 
 @ACTIVATION_ALL_GATHER.on_compiled
-def check_activations(program: CompiledProgram, audit: _auditor.Auditor) -> Iterator[Finding]:
+def check_activations(program: CompiledProgram, _: _auditor.Auditor) -> Iterator[Finding]:
     """Reports activations that devices gather where they could gather weights."""
-    del audit
     rows = [
         row
         for row in _gathers(program)
@@ -337,7 +330,7 @@ def check_activations(program: CompiledProgram, audit: _auditor.Auditor) -> Iter
     if _bytes(rows) > _FEW * _bytes(weights):
         axis = next(name for name in rows[0].axes if name in program.fsdp_axes)
         message = (
-            f"{_total(rows)} of activations are gathered over the axis {axis!r}, which splits the"
+            f"activations are gathered over the axis {axis!r}, which splits the"
             " parameters and the batch, instead of weights."
         )
         yield _whole(ACTIVATION_ALL_GATHER, rows, message, _FIX_ACTIVATIONS.format(axis=axis))
@@ -354,7 +347,7 @@ def check_kept_weights(program: CompiledProgram, audit: _auditor.Auditor) -> Ite
         fix = _FIX_REGATHER if recipe is not None and not recipe.regather else _FIX_KEPT
         if audit.collected[_MicrobatchLoop] and not any(row.in_outer_loop for row in rows):
             fix = _FIX_KEPT_IN_LOOP
-        message = f"{_total(rows)} of gathered weights are kept until the backward pass."
+        message = "gathered weights are kept until the backward pass."
         yield _whole(KEPT_WEIGHTS, rows, message, fix)
 
 
@@ -369,14 +362,11 @@ def collect_loops(op: _checks.OpOccurrence, audit: _auditor.Auditor) -> None:
     """Collects the loops over microbatches; a loop over training steps updates its arguments."""
     if op.location.differentiated or not op.is_forward:
         return
-    loop = _constructs.loop_of(op.equation)
-    assert loop is not None
-    body = loop.jaxpr
-    if audit.flow.labels(_dataflow.Update, *body.outvars):
-        return
+    body = op.loop.jaxpr
     stacks = (str(equation.source_info.name_stack) for equation in _jaxprs.equations(body))
-    if any(_jaxprs.phase_of(stack) == _jaxprs.BACKWARD for stack in stacks):
-        audit.collected[_MicrobatchLoop].append(_MicrobatchLoop(loop.length))
+    is_backward = any(_jaxprs.phase_of(stack) == _jaxprs.BACKWARD for stack in stacks)
+    if is_backward and not audit.flow.labels(_dataflow.Update, *body.outvars):
+        audit.collected[_MicrobatchLoop].append(_MicrobatchLoop(op.loop.length))
 
 
 @REDUCTION_PER_MICROBATCH.on_compiled
@@ -391,7 +381,7 @@ def check_microbatches(program: CompiledProgram, audit: _auditor.Auditor) -> Ite
     if loops and rows:
         length = loops[0].length
         message = (
-            f"{_total(rows)} of gradients are summed over devices in a loop over"
+            f"gradients are summed over devices in a loop over"
             f" {length or 'an unknown number of'} microbatches, once in each of them."
         )
         axis = rows[0].axes[0]
@@ -427,11 +417,8 @@ def _bytes(rows: list[CollectiveRow]) -> int:
     return sum(row.bytes for row in rows)
 
 
-def _total(rows: list[CollectiveRow]) -> str:
-    return _section.bytes_text(_bytes(rows))
-
-
 def _whole(check: _checks.Check, rows: list[CollectiveRow], message: str, fix: str) -> Finding:
-    """Returns a warning about several rows, at the location of the largest."""
+    """Returns a warning about the bytes of several rows, at the location of the largest."""
     largest, count = max(rows, key=lambda row: row.bytes), sum(row.count for row in rows)
+    message = f"{_section.bytes_text(_bytes(rows))} of {message}"
     return finding(check, largest, message, fix, severity=_checks.WARNING, count=count)

@@ -10,14 +10,7 @@ from jaxmp._core import _dtypes, _targets
 from jaxmp._programs import _jaxprs
 from jaxmp._tools.audit._auditor import Auditor
 from jaxmp._tools.audit._check_compiled import CompiledProgram
-from jaxmp._tools.audit._checks import (
-    LAYOUT,
-    NOTE,
-    Check,
-    OpOccurrence,
-    dtype_of,
-    named,
-)
+from jaxmp._tools.audit._checks import LAYOUT, NOTE, Check, OpOccurrence, dtype_of, named
 from jaxmp._tools.audit._dataflow import From
 from jaxmp._tools.audit._hlo import Computation, Instruction, Program, Step
 from jaxmp._tools.audit._hlo_kernels import accessed, kernels, results, written
@@ -55,9 +48,8 @@ Note = tuple[Check, str, list[tuple[int, Instruction]]]
 
 
 @SPLIT_ATTENTION.on_compiled
-def note_copies(program: CompiledProgram, audit: Auditor) -> Iterator[Finding]:
+def note_copies(program: CompiledProgram, _: Auditor) -> Iterator[Finding]:
     """Reports the largest avoidable copies of a program for a GPU, the largest first."""
-    del audit
     hlo, chip = program.rows.origins.program, program.chip
     run = list(kernels(hlo)) if chip.platform == "gpu" else []
     total = sum(step.times * accessed(hlo, step) for step in run)
@@ -230,11 +222,8 @@ def label_rows(op: OpOccurrence, audit: Auditor) -> TableRows | None:
 @WIDE_GATHER.on_operation("convert_element_type")
 def check_cast(op: OpOccurrence, audit: Auditor) -> None:
     """Reports looked-up rows that are cast to 16 bits, if to cast the table moves fewer bytes."""
-    (operand,), result = op.operands, op.result
-    dtype = dtype_of(result)
-    if not _dtypes.is_16bit(dtype):
-        return
-    for label in audit.flow.labels(TableRows, operand):
+    dtype, result = op.rounded, op.result
+    for label in audit.flow.labels(TableRows, *op.operands) if dtype is not None else ():
         table = label.op.operands[0].aval
         # The lookup reads and writes FP32 or 16 bits; the cast reads FP32 and writes 16 bits.
         after = 14 * math.prod(result.aval.shape)
@@ -245,7 +234,7 @@ def check_cast(op: OpOccurrence, audit: Auditor) -> None:
                 f" to cast the table first moves {bytes_text(before)}."
             )
             code = f"x = table.astype(jnp.{dtype.name})[tokens]"
-            if not audit.findings.is_own_call(label.op.equation):
-                code = f"dtype=jnp.{dtype.name}"
-            fix = f"Cast the table before the lookup:\n    {code}"
-            audit.add(WIDE_GATHER, label.op, message, fix)
+            code = code if label.op.is_own_call else f"dtype=jnp.{dtype.name}"
+            audit.add(
+                WIDE_GATHER, label.op, message, f"Cast the table before the lookup:\n    {code}"
+            )

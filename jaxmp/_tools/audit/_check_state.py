@@ -16,7 +16,7 @@ from jaxmp._tools.audit import _auditor, _check_integers, _check_ops, _checks, _
 from jaxmp._tools.audit._dataflow import From, Power, Update
 from jaxmp._tools.audit._rows import Finding
 from jaxmp._tools.audit._trace import Traced
-from jaxmp._tools.fixes import _rewrite, _source
+from jaxmp._tools.fixes import _rewrite
 from jaxmp.optim import _moments, _roles, _rounding
 
 # ---------------------------------------------------------------------------
@@ -149,26 +149,21 @@ def _optimizer_state_finding(
 ) -> Finding:
     # A step adds a tenth of the gradient to a first moment, or the whole of it to a momentum, which
     # 8 bits of precision resolve.
-    places = [step.locations[n] for n in numbers]
+    place = step.locations[numbers[0]]
     is_first = dtype == "bfloat16" and all(step.leaves[n].field in _FIRST_MOMENTS for n in numbers)
     if is_first:
-        message = f"{len(numbers)} first moments are bfloat16, such as {places[0]}."
+        message = f"{len(numbers)} first moments are bfloat16, such as {place}."
     else:
-        message = (
-            f"{len(places)} arrays are {dtype}, such as {places[0]}: small updates are rounded"
-            " away, and second moments underflow."
-        )
+        message = f"{len(numbers)} arrays are {dtype}, such as {place}: small updates are rounded"
+        message += " away, and second moments underflow."
     nodes = jtu.tree_leaves(traced.arguments, is_leaf=_is_rounded)
     fix = _FIX_INIT if step.trains_fp32 else _FIX_OPTAX_STATE
     fix = _FIX_ROUNDED if any(map(_is_rounded, nodes)) else fix
-    updates = step.updates.get(numbers[0])
-    file, line = step.audit.findings.line_of(updates[0].op) if updates else ("", 0)
     return OPTIMIZER_STATE_16BIT.finding(
         message,
         _FIX_AVERAGE if is_average else _fill(fix, dtype),
+        next((update.op for update in step.updates.get(numbers[0], ())), None),
         severity=_checks.WARNING if is_first else _checks.ERROR,
-        file=file,
-        line=line,
         count=len(numbers),
     )
 
@@ -299,10 +294,9 @@ class _Step:
         """
         for dtype in sorted({self.dtypes[update.number].name for update in updates}):
             own = [update for update in updates if self.dtypes[update.number].name == dtype]
-            file, line = self.audit.findings.line_of(own[0].op)
             message = f"arguments in {dtype}, such as {self.locations[own[0].number]}, {text}."
-            texts, count = (_fill(message, dtype), _fill(fix, dtype)), len(own)
-            yield check.finding(*texts, severity=severity, file=file, line=line, count=count)
+            texts, op = (_fill(message, dtype), _fill(fix, dtype)), own[0].op
+            yield check.finding(*texts, op, severity=severity, count=len(own))
 
     def fix(self, update: Update, wide: str = "float32") -> str:
         """Returns code that makes an argument in FP32, and does not round its new value.
@@ -311,16 +305,15 @@ class _Step:
           update: of the argument.
           wide: "float32", or "int32" for counts.
         """
-        findings = self.audit.findings
         fix = f"Store it in {wide}, and do not cast the new value to 16 bits:\n"
         fix += f"    jnp.zeros({self.avals[update.number].shape}, jnp.{wide})"
         (result,) = update.op.equation.outvars
         for reader in (update.op.equation, *update.op.body.readers(result)):
-            cast = update.op._replace(equation=reader)
+            cast = update.op.made(reader)
             is_cast = reader.primitive.name == "convert_element_type"
             if is_cast and _dtypes.is_16bit(_checks.dtype_of(reader.outvars[0])):
-                code = _rewrite.in_fp32(_source.expression_of(cast, findings))
-                line = f"\nAt {findings.where(cast)}, do not round to 16 bits:\n    {code}"
+                code = _rewrite.in_fp32(cast.expression)
+                line = f"\nAt {cast.where}, do not round to 16 bits:\n    {code}"
                 fix += line if code else ""
         return fix
 
@@ -370,17 +363,16 @@ def check_rounded_masters(audit: _auditor.Auditor, traced: Traced) -> Iterator[F
     for var in traced.jaxpr.outvars:
         labels = audit.flow.labels(Update, var) if _checks.dtype_of(var) == _dtypes.FLOAT32 else ()
         numbers = {x.number for x in labels if x.number in step.updates and x.has_gradient}
-        maker = traced.maker_of(var) if numbers and var.aval.size > 1 else None
+        maker = traced.maker_of(var, audit.findings) if numbers and var.aval.size > 1 else None
         sources = [] if maker is None else [maker.equation.outvars[0], *maker.equation.invars]
         dtype = _checks.half_of([*sources, *(x.op.result for x in labels)])
         if maker is not None and maker.name == "reduce_precision":
             dtype = np.dtype(jnp.bfloat16)
         if maker is not None and dtype is not None and not step.in_optimizer[min(numbers)]:
-            file, line = audit.findings.line_of(maker)
             message = f"the step rounds {step.locations[min(numbers)]} to {dtype.name}, although it"
             message += " is FP32: updates below {least} of a value are rounded away."
             fix = "Add the updates in FP32:\n    params = optax.apply_updates(params, updates)"
-            yield MISSING_MASTER.finding(_fill(message, dtype.name), fix, file=file, line=line)
+            yield MISSING_MASTER.finding(_fill(message, dtype.name), fix, maker)
 
 
 @_check_ops.ACCUMULATOR_16BIT.on_program
@@ -411,18 +403,16 @@ def _check_moments(step: _Step) -> Iterator[Finding]:
 def check_missing_scale(audit: _auditor.Auditor, traced: Traced) -> Iterable[Finding]:
     """Reports a backward pass in float16 whose cotangents are not scaled."""
     op, step = audit.float16_backward, step_of(audit, traced)
-    if op is None or not step.learned or audit.flow.scaled_by or audit.flow.has_scale:
+    is_scaled = bool(audit.flow.scaled_by) or audit.flow.has_scale
+    # A dynamic scale is reported as an unused one.
+    if op is None or not step.learned or is_scaled or traced.dynamic_scales():
         return
-    if traced.dynamic_scales():
-        # Reported as an unused loss scale.
-        return
-    file, line = audit.findings.line_of(op)
     message = "the backward pass multiplies in float16 without a loss scale: gradients below 6e-8"
     fix = "grads = jaxmp.grad(loss_fn, loss_scale=jaxmp.StaticLossScale(2.0**12))(params)"
     fix = "" if any(step.in_optimizer) else fix
     if traced.nnx_count:
         fix = f"tx = jaxmp.load_recipe('fp16').optimizer(tx)\n{_FIX_NNX}"
-    yield MISSING_LOSS_SCALE.finding(f"{message} become zero.", fix, file=file, line=line)
+    yield MISSING_LOSS_SCALE.finding(f"{message} become zero.", fix, op)
 
 
 class _InnerGradient(NamedTuple):
@@ -449,9 +439,8 @@ def collect_inner_gradients(op: _checks.OpOccurrence, audit: _auditor.Auditor) -
 
 
 @MISSING_LOSS_SCALE.on_program
-def check_inner_gradients(audit: _auditor.Auditor, traced: Traced) -> None:
+def check_inner_gradients(audit: _auditor.Auditor, _: Traced) -> None:
     """Reports gradients inside of a loss, to which no loss scale is applied."""
-    del traced
     inner = audit.collected[_InnerGradient]
     if inner and not any(row.is_scaled for row in inner):
         message = "a gradient inside of the loss is computed in float16 without a loss scale of its"

@@ -19,7 +19,7 @@ from jaxmp._tools.audit._auditor import Auditor
 from jaxmp._tools.audit._checks import OpOccurrence
 from jaxmp._tools.audit._rows import Finding
 from jaxmp._tools.audit._trace import Traced
-from jaxmp._tools.fixes import _rewrite, _source
+from jaxmp._tools.fixes import _rewrite
 from jaxmp._tools.report import _section
 
 # Reductions that XLA divides into chunks; the others add one term after another.
@@ -62,7 +62,7 @@ def check_sum(op: OpOccurrence, dtype: np.dtype, audit: Auditor) -> None:
     message = f"{op.name} {verb} {terms:,} terms in {dtype.name} {text}."
     is_backward = op.is_backward
     if not is_backward and op.name != "reduce_window_sum":
-        fix = _origins.fix_operation(op, audit.findings, dtype.name)
+        fix = _origins.fix_operation(op, dtype.name)
         audit.add(_check_ops.REDUCTION_16BIT, op, message, fix)
     elif rounding_error(terms, dtype, in_chunks=in_chunks) >= _NOTABLE:
         fix = ""
@@ -79,8 +79,7 @@ def check_loop(op: OpOccurrence, audit: Auditor) -> None:
 
     A residual stream, whose summand is computed from the carry itself, is not an accumulator.
     """
-    loop = _constructs.loop_of(op.equation)
-    assert loop is not None
+    loop = op.loop
     body = _analysis.Body(loop.jaxpr)
     for before, after in zip(loop.incoming, loop.outgoing, strict=True):
         if _checks.dtype_of(before) in _dtypes.FLOATS_16BIT and not _jaxprs.is_literal(after):
@@ -93,14 +92,10 @@ def check_loop(op: OpOccurrence, audit: Auditor) -> None:
 @_check_ops.ACCUMULATOR_16BIT.on_result("add", "add_any")
 def check_terms(op: OpOccurrence, audit: Auditor) -> None:
     """Reports a sum of three or more 16-bit gradients without a loop."""
-    result = op.result
-    if not _is_after_gradient(op):
-        return
-    if any(label.number > 2 for label in audit.flow.labels(_dataflow.Terms, result)):
-        message = (
-            f"gradients of several microbatches are summed in {_checks.dtype_of(result).name}."
-        )
-        fix = _origins.fix_operation(op, audit.findings) or FIX_ACCUMULATOR
+    terms = audit.flow.labels(_dataflow.Terms, op.result) if _is_after_gradient(op) else ()
+    if any(label.number > 2 for label in terms):
+        message = f"gradients of several microbatches are summed in {op.dtype.name}."
+        fix = _origins.fix_operation(op) or FIX_ACCUMULATOR
         audit.add(_check_ops.ACCUMULATOR_16BIT, op, message, fix)
 
 
@@ -111,20 +106,18 @@ def _terms(op: OpOccurrence) -> int:
         return _operations.window_of(equation)
     if not op.name.startswith("scatter"):
         return math.prod(operand.shape[axis] for axis in _operations.axes_of(equation))
-    updates = math.prod(equation.invars[1].aval.shape[:-1])
     if op.is_backward:
         # In the gradient of a lookup, the indices are those of different rows; the mean counts.
         return math.ceil(equation.invars[2].aval.size / max(operand.size, 1))
     # In a scatter of the forward pass, all indices may be equal.
-    return updates
+    return math.prod(equation.invars[1].aval.shape[:-1])
 
 
 def _report_carry(
     op: OpOccurrence, carry: _jaxprs.Atom, addition: _jaxprs.Equation, audit: Auditor
 ) -> None:
-    dtype, loop = _checks.dtype_of(carry), _constructs.loop_of(op.equation)
-    assert loop is not None
-    inner = op._replace(equation=addition, body=_analysis.Body(loop.jaxpr), outer=op)
+    dtype, loop = _checks.dtype_of(carry), op.loop
+    inner = op.made_in(loop, addition)
     fix = fix_carry(op, carry, inner, audit)
     if _is_after_gradient(op) and _dataflow.GRADIENT in audit.flow.of(addition.outvars[0]):
         message = f"a loop accumulates gradients in {dtype.name}."
@@ -156,7 +149,7 @@ def fix_carry(
       Sentences and code, or words alone if the code of the first value is not known, because it is
       an argument, for example.
     """
-    where = audit.findings.where(loop)
+    where = loop.where
     text = (
         f"Cast the first value of the carry to FP32 before the loop at {where}, which is"
         f" {carry.aval.str_short()}, add in FP32, and cast the result after the loop."
@@ -167,20 +160,20 @@ def fix_carry(
     maker = loop.body.maker_through(start, _checks.LAYOUT - {"broadcast_in_dim"})
     if maker is None:
         return text
-    made = loop._replace(equation=maker)
-    code = _rewrite.in_fp32(_source.expression_of(made, audit.findings))
+    made = loop.made(maker)
+    code = _rewrite.in_fp32(made.expression)
     if not code:
         return text
-    where = audit.findings.where(made)
+    where = made.where
     lines = [f"Start in FP32, at {where}:\n    {code}"]
     summand = None
     dependents = addition.body.dependents([carry])
     for index, var in enumerate(addition.equation.invars):
         cast = addition.body.maker(var)
         if cast is not None and cast.primitive.name == "convert_element_type":
-            rounding = addition._replace(equation=cast)
-            code = _rewrite.in_fp32(_source.expression_of(rounding, audit.findings))
-            where = audit.findings.where(rounding)
+            rounding = addition.made(cast)
+            code = _rewrite.in_fp32(rounding.expression)
+            where = rounding.where
             lines += [f"At {where}, do not round to 16 bits:\n    {code}"] * bool(code)
         elif (
             _checks.half_of([var]) is not None
@@ -188,8 +181,8 @@ def fix_carry(
             and var not in dependents
         ):
             summand = index
-    code = _rewrite.with_fp32_summand(_source.expression_of(addition, audit.findings), summand)
-    where = audit.findings.where(addition)
+    code = _rewrite.with_fp32_summand(addition.expression, summand)
+    where = addition.where
     lines += [f"At {where}, do not round to 16 bits:\n    {code}"] * bool(code)
     return "\n".join(lines)
 
@@ -262,8 +255,7 @@ def check_recurrence(op: OpOccurrence, audit: Auditor) -> None:
     carry; both are not linear recurrences. A sum without a factor is a running sum, which
     `reduction_16bit` reports.
     """
-    loop = _constructs.loop_of(op.equation)
-    assert loop is not None
+    loop = op.loop
     carries = [var for var in loop.incoming if _checks.dtype_of(var) in _checks.FLOATS]
     pairs = zip(loop.incoming, loop.outgoing, strict=True)
     for carry, result in pairs if op.is_forward else ():
@@ -319,7 +311,7 @@ def _report_recurrence(
     decay = "" if factor is None else f" with the factor {factor:.4g}"
     message = f"a loop{steps} updates a decayed sum{decay} in {dtype}: small summands are rounded"
     assert linear.addition is not None
-    inner = op._replace(equation=linear.addition, body=_analysis.Body(loop.jaxpr), outer=op)
+    inner = op.made_in(loop, linear.addition)
     fix = fix_carry(op, carry, inner, audit)
     audit.add(_check_ops.ACCUMULATOR_16BIT, inner, f"{message} away.", fix)
 
@@ -333,7 +325,7 @@ def check_running_state(audit: Auditor, traced: Traced) -> Iterator[Finding]:
     step = _check_state.step_of(audit, traced)
     # The keys of the results below the position in a tuple.
     returned = {jtu.keystr(path[n:]) for path, _ in traced.results for n in (0, 1) if path[n:]}
-    key_of = lambda update: (audit.findings.line_of(update.op), update.factor)
+    key_of = lambda update: (update.op.line, update.factor)
     for (_, factor), updates in _section.grouped(step.state_16bit(returned), key_of).items():
         text = "are updated in 16 bits: changes below {least} of a value are rounded away"
         if factor == _dataflow.PLUS:
@@ -369,11 +361,11 @@ class ChangedCopy(_labels.ConditionalFinding):
 @_check_state.MISSING_MASTER.on_result("convert_element_type")
 def label_copy(op: OpOccurrence, audit: Auditor) -> None:
     """Labels the cast of an updated FP32 argument to 16 bits."""
-    (operand,), result = op.operands, op.result
-    if _checks.dtype_of(operand) == _dtypes.FLOAT32 and _dtypes.is_16bit(_checks.dtype_of(result)):
-        for label in audit.flow.labels(_dataflow.Update, operand):
-            if label.has_gradient and operand.aval.size > 1:
-                audit.flow.mark(result, StateCopy(label.number, op))
+    (operand,) = op.operands
+    is_copy = op.rounded is not None and operand.aval.size > 1
+    for label in audit.flow.labels(_dataflow.Update, operand) if is_copy else ():
+        if label.has_gradient:
+            audit.flow.mark(op.result, StateCopy(label.number, op))
 
 
 @_check_state.MISSING_MASTER.on_operation(*_CHANGES)
@@ -387,7 +379,7 @@ def label_change(op: OpOccurrence, audit: Auditor) -> ChangedCopy | None:
     if len({x.number for x in (*copies, *audit.flow.labels(_dataflow.From, *op.operands))}) > 1:
         return None
     message = f"copies of parameters are changed in {dtype.name} after the FP32 masters are cast"
-    fix = f"Change the FP32 masters instead, before {audit.findings.where(copies[0].op)}:\n"
+    fix = f"Change the FP32 masters instead, before {copies[0].op.where}:\n"
     fix += "    master = jax.tree.map(change, master)"
     return ChangedCopy(op, message, fix)
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from jaxmp._attention import MARK
 from jaxmp._core import _dtypes
-from jaxmp._programs import _analysis, _jaxprs, _locations, _matmuls, _operations
+from jaxmp._programs import _analysis, _constructs, _jaxprs, _locations, _matmuls, _operations
 from jaxmp._tools.audit._rows import ERROR as ERROR
 from jaxmp._tools.audit._rows import NOTE as NOTE
 from jaxmp._tools.audit._rows import WARNING as WARNING
@@ -50,15 +50,19 @@ class Check:
             raise ValueError(f"two checks have the id {self.id!r}")
         CHECKS[self.id] = self
 
-    def finding(self, message: str, fix: str = "", **fields: Any) -> Finding:
+    def finding(
+        self, message: str, fix: str = "", at: OpOccurrence | None = None, **fields: Any
+    ) -> Finding:
         """Returns a finding of this check.
 
         Args:
           message: the defect and its consequence.
           fix: the remedy; "" for that of the check.
+          at: the operation at its line.
           **fields: other fields of `Finding`.
         """
-        fields = {"severity": self.severity} | fields
+        file, line = ("", 0) if at is None else at.line
+        fields = {"severity": self.severity, "file": file, "line": line} | fields
         return Finding(check=self.id, message=message, fix=fix or self.fix, **fields)
 
     def on_operation(self, *primitives: str) -> Callable[[Function], Function]:
@@ -121,7 +125,7 @@ class PendingFinding:
     fix: str
     count: int = 0
     flops: int = 0
-    # Bytes that its matmuls read and write, if the message is to state them.
+    # Bytes that its matmuls read and write.
     bytes: int = 0
     # Results of the operations, if these are outside of modules and derivatives and read values
     # that were computed from gradients. Such an operation belongs to the optimizer if a parameter
@@ -173,45 +177,21 @@ class PendingFindings:
           The finding that the operation is counted in.
         """
         severity = severity or check.severity
-        line = self.line_of(op)
-        is_after = self._is_after_gradient(op)
+        line, is_after = op.line, self._is_after_gradient(op)
         key = check.id, severity, op.location.names, line, is_after
         finding = self._by_key.get(key)
         if finding is None:
-            finding = self._by_key[key] = PendingFinding(
-                check,
-                severity,
-                op.location.names,
-                op.name,
-                line,
-                message,
-                fix or check.fix,
-            )
+            fix, names = fix or check.fix, op.location.names
+            finding = PendingFinding(check, severity, names, op.name, line, message, fix)
+            self._by_key[key] = finding
         elif fix and fix not in finding.fix and op.is_forward:
             # Another expression of the line.
             finding.fix = _source.both(finding.fix, fix)
         finding.after_gradient += op.equation.outvars if is_after else ()
         finding.count += 1
         finding.flops += flops
+        finding.bytes += bytes_of_matmul(op) if op.name in _matmuls.MATMULS else 0
         return finding
-
-    def line_of(self, op: OpOccurrence) -> tuple[str, int]:
-        """Returns (file, line) of an operation in the user's code; ("", 0) if it is not known."""
-        return self.lines.of((op.equation, *op.enclosing))
-
-    def where(self, op: OpOccurrence) -> str:
-        """Returns the line of an operation as `model.py:12`."""
-        return self.text_of(self.line_of(op))
-
-    def text_of(self, line: tuple[str, int]) -> str:
-        """Returns a line as `model.py:12`."""
-        file, number = line
-        return f"{file.rpartition('/')[2]}:{number}" if file else "an unknown line"
-
-    def is_own_call(self, equation: _jaxprs.Equation) -> bool:
-        """Returns True if the user's own code contains the call that made an equation."""
-        call = _locations.call_site(equation)
-        return call is not None and self.lines.is_own(call[0].co_filename)
 
     def __iter__(self) -> Iterator[PendingFinding]:
         return iter(self._by_key.values())
@@ -242,6 +222,8 @@ class OpOccurrence(NamedTuple):
     location: _locations.Location
     times: int
     body: _analysis.Body
+    # Those of the audit, with the files of the user.
+    findings: PendingFindings
     # The operation that contains it.
     outer: OpOccurrence | None = None
 
@@ -257,6 +239,66 @@ class OpOccurrence(NamedTuple):
     def result(self) -> _jaxprs.Atom:
         """The first result."""
         return self.equation.outvars[0]
+
+    def made(self, equation: _jaxprs.Equation) -> OpOccurrence:
+        """Returns another equation of the same jaxpr."""
+        return self._replace(equation=equation)
+
+    def made_in(self, loop: _constructs.Inner, equation: _jaxprs.Equation) -> OpOccurrence:
+        """Returns an equation of the body of a loop, which is this operation."""
+        return self._replace(equation=equation, body=_analysis.Body(loop.jaxpr), outer=self)
+
+    @property
+    def dtype(self) -> Any:
+        """The dtype of the first result; None if it has none."""
+        return dtype_of(self.result)
+
+    @property
+    def rounded(self) -> np.dtype | None:
+        """The 16-bit dtype of a cast from FP32; None for other operations."""
+        is_cast = self.name == "convert_element_type"
+        is_wide = is_cast and dtype_of(self.operands[0]) == _dtypes.FLOAT32
+        return half_of([self.result]) if is_wide else None
+
+    @property
+    def loop(self) -> _constructs.Inner:
+        """The body of a loop."""
+        loop = _constructs.loop_of(self.equation)
+        assert loop is not None
+        return loop
+
+    @property
+    def module(self) -> str:
+        """The path by which rules find its module; "" for the root."""
+        return _jaxprs.module_paths_of(self.location.names)[0]
+
+    @property
+    def files(self) -> list[str]:
+        """The files of the calls that made it, innermost first."""
+        traceback = self.equation.source_info.traceback
+        codes = () if traceback is None else traceback.raw_frames()[0]
+        return [code.co_filename.replace("\\", "/") for code in codes]
+
+    @property
+    def line(self) -> tuple[str, int]:
+        """(file, line) in the user's code; ("", 0) if it is not known."""
+        return self.findings.lines.of((self.equation, *self.enclosing))
+
+    @property
+    def where(self) -> str:
+        """The line as `model.py:12`."""
+        return _source.text_of(*self.line)
+
+    @property
+    def is_own_call(self) -> bool:
+        """True if the user's own code contains the call that made the equation."""
+        call = _locations.call_site(self.equation)
+        return call is not None and self.findings.lines.is_own(call[0].co_filename)
+
+    @property
+    def expression(self) -> _source.Expression:
+        """The expression in the user's code whose call makes the equation."""
+        return _source.expression_of(self)
 
     @property
     def is_forward(self) -> bool:

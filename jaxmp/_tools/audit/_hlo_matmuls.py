@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator
@@ -56,50 +57,21 @@ class DataFlow:
 
     # -- one step ---------------------------------------------------------------------------
 
-    def readers(self, value: Value) -> Iterator[Value]:
-        """Yields the arrays that are made from an array in one step."""
-        computation, made, index = value
-        for reader in self.program.readers(computation, made.name):
-            yield from self._read(value, reader)
-        if made.is_root:
-            for outside, caller, _ in self._callers.get(computation.name, ()):
-                if caller.opcode == "while":
-                    yield from self._parameters(computation, 0, index)
-                yield Value(outside, caller, index)
+    def readers(self, value: Value) -> list[Value]:
+        """Returns the arrays that are made from an array in one step."""
+        return self._readers.get(value.key, [])
 
-    def _read(self, value: Value, reader: Instruction) -> Iterator[Value]:
-        computation, made, index = value
-        positions = [n for n, name in enumerate(reader.operands) if name == made.name]
-        opcode = reader.opcode
-        if opcode == "get-tuple-element":
-            if index is None or reader.numbers("index") == (index,):
-                yield Value(computation, reader)
-        elif opcode.endswith("-done"):
-            yield Value(computation, reader, index if len(reader.shapes) > 1 else None)
-        elif opcode == "while":
-            body = self.program.computations[reader.attribute("body")]
-            yield from self._parameters(body, 0, index)
-        elif opcode in _CALLS:
-            names = _executed(reader)
-            for position in positions:
-                if opcode == "conditional":
-                    if position:
-                        branch = self.program.computations[names[position - 1]]
-                        yield from self._parameters(branch, 0, index)
-                elif names:
-                    called = self.program.computations[names[0]]
-                    yield from self._parameters(called, position, index)
-        elif opcode == "tuple" or _sends_several(reader):
-            for position in positions:
-                yield Value(computation, reader, position)
-        else:
-            yield Value(computation, reader)
-
-    @staticmethod
-    def _parameters(computation: Computation, number: int, index: int | None) -> Iterator[Value]:
-        parameter = computation.parameters.get(number)
-        if parameter is not None:
-            yield Value(computation, parameter, index)
+    @functools.cached_property
+    def _readers(self) -> dict[object, list[Value]]:
+        """Key of an array -> the arrays that have it among their `makers`."""
+        readers: dict[object, list[Value]] = {}
+        for computation in self.program.computations.values():
+            for instruction in computation.instructions.values():
+                for number in _numbers(instruction):
+                    value = Value(computation, instruction, number)
+                    for maker, _ in self.makers(value):
+                        readers.setdefault(maker.key, []).append(value)
+        return readers
 
     def makers(self, value: Value) -> Iterator[tuple[Value, bool]]:
         """Yields (array, whether an earlier iteration of a loop made it) of each operand."""
@@ -211,6 +183,14 @@ def _executed(instruction: Instruction) -> tuple[str, ...]:
     return instruction.called
 
 
+def _numbers(instruction: Instruction) -> list[int | None]:
+    """Returns the numbers of the arrays that an instruction makes."""
+    if instruction.opcode == "tuple" or _sends_several(instruction):
+        return [*range(len(instruction.operands))]
+    count = len(instruction.shapes)
+    return [None, *range(count)] if count > 1 else [None]
+
+
 def _sends_several(instruction: Instruction) -> bool:
     """Returns True for a collective, which has a result for each operand."""
     name = instruction.opcode.removesuffix("-start")
@@ -245,21 +225,13 @@ class HloMatmul(NamedTuple):
 
 def parts(program: Program, step: Step) -> Iterator[tuple[Computation, Instruction]]:
     """Yields a kernel, or the instructions of a fusion, which may contain library calls."""
-    instruction = step.instruction
-    if instruction.opcode in ("fusion", "fusion-start"):
-        yield from fused(program, instruction)
-    else:
-        yield step.computation, instruction
-
-
-def fused(program: Program, fusion: Instruction) -> Iterator[tuple[Computation, Instruction]]:
-    computation = program.inside(fusion)
-    if computation is None:
-        return
-    for inner in computation.instructions.values():
-        yield computation, inner
+    inside = program.inside(step.instruction)
+    if inside is None:
+        yield step.computation, step.instruction
+    for inner in inside.instructions.values() if inside is not None else ():
+        yield inside, inner
         if inner.opcode == "fusion":
-            yield from fused(program, inner)
+            yield from parts(program, step._replace(instruction=inner, computation=inside))
 
 
 class _Kernel(NamedTuple):

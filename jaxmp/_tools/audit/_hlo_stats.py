@@ -45,11 +45,14 @@ def _update(program: _hlo.Program, in_optimizer: list[bool]) -> tuple[int, int, 
     for kernel in kernels.values():
         incoming = set(kernel.operands)
         moved += sum(shape.bytes for name in incoming for shape in entry.instructions[name].shapes)
-        moved += sum(shape.bytes for shape in _written(program, kernel))
+        # The start of an asynchronous kernel has its operands among its results.
+        inside = program.inside(kernel)
+        written = kernel if inside is None else inside.root
+        moved += sum(shape.bytes for shape in written.shapes)
         for name in incoming:
-            source = source_of(entry, name)
+            source, shapes = source_of(entry, name), entry.instructions[name].shapes
             if source.opcode != "parameter" and source.name not in kernels:
-                inputs |= {(name, shape): None for shape in _arrays(entry, name)}
+                inputs |= {(name, shape): None for shape in shapes if shape.elements > 1}
     # Each donated array is read and written. Other arrays, such as gradients, are read.
     floor = sum(2 * arguments[argument].shapes[0].bytes for argument in donated.values())
     floor += sum(shape.bytes for _, shape in inputs)
@@ -59,19 +62,6 @@ def _update(program: _hlo.Program, in_optimizer: list[bool]) -> tuple[int, int, 
 
 def _is_array(shape: _hlo.Shape) -> bool:
     return shape.is_float and shape.elements > 1
-
-
-def _arrays(entry: _hlo.Computation, name: str) -> list[_hlo.Shape]:
-    return [shape for shape in entry.instructions[name].shapes if shape.elements > 1]
-
-
-def _written(program: _hlo.Program, kernel: _hlo.Instruction) -> tuple[_hlo.Shape, ...]:
-    """Returns the arrays that a kernel writes.
-
-    The start of an asynchronous kernel has its operands among its results.
-    """
-    inside = program.inside(kernel)
-    return kernel.shapes if inside is None else inside.root.shapes
 
 
 def source_of(computation: _hlo.Computation, name: str) -> _hlo.Instruction:
@@ -214,15 +204,13 @@ def read_program(
         update_bytes=moved,
         update_floor=floor,
     )
+    notes = [_UNKNOWN_LOOPS.format(endless)] if endless else []
     return _rows.Compilation(
         _rows.merged(gemms, "flops", "count"),
         _rows.merged(attention, "count", "flops"),
         _rows.merged(collectives, "bytes", "count"),
         memory,
-        (
-            *((_UNKNOWN_LOOPS.format(endless),) if endless else ()),
-            *_chip_notes(compiled.chip, memory, gemms),
-        ),
+        (*notes, *_chip_notes(compiled.chip, memory, gemms)),
         origins,
     )
 
@@ -256,6 +244,7 @@ def _collective_rows(
     """Yields a row for each array that a collective sends."""
     for number, sent in enumerate(_hlo_collectives.sent_arrays(part, inside)):
         reader = _named_reader(origins, inside, part, number)
+        before, derivative, _ = reader.op_name.partition("jvp(")
         yield _rows.CollectiveRow(
             **origins.of(reader),
             **contents.of(inside, part, number)._asdict(),
@@ -264,7 +253,8 @@ def _collective_rows(
             bytes=sent.bytes * times,
             count=times,
             axes=_hlo_collectives.mesh_axes(part, mesh),
-            in_outer_loop=_is_in_outer_loop(reader.op_name),
+            # A loop outside of the differentiated function.
+            in_outer_loop=bool(derivative) and "while/" in before,
         )
 
 
@@ -276,12 +266,6 @@ def _gemm_row(matmul: HloMatmul, times: int, origins: Origins, compiled: Compile
     fields |= {side: rounded.get(fields[side], fields[side]) for side in ("lhs", "rhs")}
     fields["flops"] *= times
     return _rows.GemmRow(**place, **fields, count=times)
-
-
-def _is_in_outer_loop(op_name: str) -> bool:
-    """Returns True for a name stack with a loop outside of the differentiated function."""
-    before, derivative, _ = op_name.partition("jvp(")
-    return bool(derivative) and "while/" in before
 
 
 # Matmuls of a kernel of a TPU.

@@ -66,21 +66,17 @@ class ConditionalFinding:
         """The remedy, which may be made when it is required."""
         return self._fix if isinstance(self._fix, str) else self._fix()
 
-    def report(
-        self, harm: str, findings: _checks.PendingFindings, flops: int | None = None
-    ) -> None:
+    def report(self, harm: str, flops: int | None = None) -> None:
         """Reports the finding once, with its first consequence.
 
         Args:
           harm: the consequence, as a part of a sentence.
-          findings: the collection that it is added to.
           flops: FLOPs of the matmul that the value makes wide; None for another consequence.
         """
         if self.finding is None:
             message = f"{self.message}{harm}."
-            self.finding = findings.add(
-                self.check, self.op, message, self.fix, severity=self.severity
-            )
+            add = self.op.findings.add
+            self.finding = add(self.check, self.op, message, self.fix, severity=self.severity)
         self.finding.add_harm(flops)
 
 
@@ -158,9 +154,8 @@ class Logits(NamedTuple):
 _Label = TypeVar("_Label")
 Labels = frozenset[Any]
 _NONE: Labels = frozenset()
-_ONLY_GRADIENT: Labels = frozenset({_dataflow.GRADIENT})
-# Labels that every operation propagates.
-_PROPAGATED_BY_ALL = _ONLY_GRADIENT
+# The label that every operation propagates.
+_GRADIENT: Labels = frozenset({_dataflow.GRADIENT})
 
 # ---------------------------------------------------------------------------
 # Primitives
@@ -275,19 +270,21 @@ class Flow:
         """
         equation, name = op.equation, op.name
         labels = self._read(op, is_call)
-        is_plain = labels == _ONLY_GRADIENT and name in _PLAIN
+        is_plain = labels == _GRADIENT and name in _PLAIN
         if is_plain or not (labels or name == "broadcast_in_dim"):
             self._label_results(equation, labels)
             return
         special = self._of_classes("special", labels, _is_special)
         own = self._of_classes("lineage", labels, _is_lineage)
         kept = self._kept(labels - special - own if special or own else labels, name)
-        if _dataflow.SCALAR in kept and (is_call or not _are_scalars(equation)):
+        shapes = (getattr(var.aval, "shape", (0,)) for var in equation.outvars)
+        if _dataflow.SCALAR in kept and (is_call or any(math.prod(s) != 1 for s in shapes)):
             kept -= {_dataflow.SCALAR}
         if not is_call:
             kept |= _dataflow.lineage(op, own, self.of) | self._specials_after(op, special)
-        elif op.is_forward and _is_matched(equation):
-            kept -= {_dataflow.GRADIENT}
+        elif op.is_forward and None not in _constructs.inners(equation)[-1].results:
+            # The results have the labels of those of the jaxpr.
+            kept -= _GRADIENT
         self._label_results(equation, kept)
 
     def _read(self, op: _checks.OpOccurrence, is_call: bool) -> Labels:
@@ -299,20 +296,27 @@ class Flow:
                 self.has_scale = any(
                     _dataflow.is_scale(op, var, self.of) for var in equation.invars
                 )
-            labels = labels | _ONLY_GRADIENT if labels else _ONLY_GRADIENT
+            labels = labels | _GRADIENT if labels else _GRADIENT
         elif op.location.differentiated and phase == _jaxprs.FORWARD and not is_call:
             self.differentiated.update([x.number for x in labels if isinstance(x, _dataflow.From)])
         if op.name == "convert_element_type":
             labels = _after_cast(labels, equation)
-        elif labels:
-            labels = self._still_fp8(labels, equation)
+        elif labels and (fp8 := self._of_classes("fp8", labels, lambda cls: cls is WasFp8)):
+            arrays = (v for v in equation.invars if math.prod(getattr(v.aval, "shape", ())) > 1)
+            # All operands other than scalars must have been FP8.
+            labels = labels if all(fp8 & self.of(var) for var in arrays) else labels - fp8
         is_chosen = self.has_float16 and _dataflow.is_chosen_scale(equation)
         return labels | {_dataflow.SCALAR} if is_chosen else labels
 
     def _specials_after(self, op: _checks.OpOccurrence, special: Labels) -> Labels:
         if not special:
             return _NONE
-        phase, moved = op.location.phase, self._of_moved(op)
+        phase, moved = op.location.phase, None
+        # The labels of the operands that it selects from.
+        if op.name in ("gather", "dynamic_slice"):
+            moved = self.of_all(op.operands[:1])
+        elif op.name == "select_n":
+            moved = self.of_all(op.operands[1:])
         lasting = _SPECIAL if phase == _jaxprs.FORWARD else Reduction16Bit
         lasts = lambda cls: issubclass(cls, lasting) and _survives(cls, op.name)
         kept = self._of_classes((op.name, phase), special, lasts)
@@ -349,45 +353,20 @@ class Flow:
             self._chosen[rule, labels] = chosen
         return chosen
 
-    def _of_moved(self, op: _checks.OpOccurrence) -> Labels | None:
-        """Returns the labels of the operands that `op` selects from; None for other operations."""
-        operands = op.operands
-        if op.name in ("gather", "dynamic_slice"):
-            return self.of_all(operands[:1])
-        return self.of_all(operands[1:]) if op.name == "select_n" else None
-
-    def _still_fp8(self, labels: Labels, equation: _jaxprs.Equation) -> Labels:
-        """Removes FP8 labels unless all operands other than scalars have them."""
-        fp8 = self._of_classes("fp8", labels, lambda cls: cls is WasFp8)
-        arrays = (var for var in equation.invars if math.prod(getattr(var.aval, "shape", ())) > 1)
-        if fp8 and not all(fp8 & self.of(var) for var in arrays):
-            return labels - fp8
-        return labels
-
     def _kept(self, labels: Labels, name: str) -> Labels:
         if name == "sub":
             # A difference of a softmax and labels is the gradient of a loss. The weights of
             # attention are never an operand of a subtraction.
             labels = frozenset(x for x in labels if not (isinstance(x, Logits) and x.normalized))
         if name in _BREAKS:
-            return labels & _PROPAGATED_BY_ALL
+            return labels & _GRADIENT
         if name not in _KEEPS_LOGITS and self._ops.category(name) not in ("widest", "follow"):
             is_wide = self._ops.category(name) == "fp32"
-            return labels & (_PROPAGATED_BY_ALL | ({WAS_16_BITS} if is_wide else set()))
+            return labels & (_GRADIENT | ({WAS_16_BITS} if is_wide else set()))
         if name in ("exp", "exp2"):
-            return frozenset(
-                x._replace(normalized=True) if isinstance(x, Logits) else x for x in labels
-            )
+            normalized = lambda x: x._replace(normalized=True) if isinstance(x, Logits) else x
+            return frozenset(map(normalized, labels))
         return labels
-
-
-def _are_scalars(equation: _jaxprs.Equation) -> bool:
-    return all(math.prod(getattr(var.aval, "shape", (0,))) == 1 for var in equation.outvars)
-
-
-def _is_matched(equation: _jaxprs.Equation) -> bool:
-    """Returns True if each result of an equation is a known result of its jaxpr."""
-    return all(None not in inner.results for inner in _constructs.inners(equation)[-1:])
 
 
 def _survives(cls: type, name: str) -> bool:

@@ -45,12 +45,11 @@ def checked_findings(auditor: _auditor.Auditor, traced: Traced) -> list[_checks.
     search.run(traced.jaxpr, is_updated)
     sources = search.found
     _note_matmuls(auditor, sources)
-    dropped = [f for f in suspects if not sources.isdisjoint(f.after_gradient)]
-    for finding in (f for f in dropped if not f.flops):
-        where = auditor.findings.text_of(finding.line)
+    dropped = {id(f): f for f in suspects if not sources.isdisjoint(f.after_gradient)}
+    for finding in (f for f in dropped.values() if not f.flops):
+        where = _source.text_of(*finding.line)
         auditor.notes[f"{finding.check.id} at {where} is not reported in the optimizer"] = None
-    ids = set(map(id, dropped))
-    return [finding for finding in pending if id(finding) not in ids]
+    return [finding for finding in pending if id(finding) not in dropped]
 
 
 class _Sources(_analysis.Backward):
@@ -73,12 +72,9 @@ class _Sources(_analysis.Backward):
             return [True] * len(equation.invars)
         is_loop = _constructs.loop_of(equation) is not None
         operands = self.enter(equation, [True] * len(results) if is_loop else results, frame)
-        # The index of a branch.
-        return (
-            [True, *operands[1:]]
-            if _constructs.form_of(equation) is _constructs.Form.BRANCH
-            else operands
-        )
+        if _constructs.form_of(equation) is _constructs.Form.BRANCH:
+            operands[0] = True  # The index of the branch.
+        return operands
 
     def join(self, first: bool, second: bool) -> bool:
         return first or second
@@ -89,10 +85,8 @@ def _note_matmuls(auditor: _auditor.Auditor, sources: set[Any]) -> None:
     for where, rows in auditor.after_gradient.items():
         flops = sum(flops for results, flops in rows if not sources.isdisjoint(results))
         if flops:
-            auditor.notes[
-                f"the optimizer's matmuls at {where} ({flops / total:.1%} of the FLOPs) are not"
-                " compared with the policies"
-            ] = None
+            matmuls = f"the optimizer's matmuls at {where} ({flops / total:.1%} of the FLOPs)"
+            auditor.notes[f"{matmuls} are not compared with the policies"] = None
 
 
 _EMULATED = (
@@ -136,10 +130,8 @@ def make_report(
             (_locations.module_of(names, auditor.root), phase, *line): dtype
             for (names, phase, line), dtype in auditor.fp8.items()
         }
-        axes = _fsdp_axes(compiled, traced)
-        program = _check_compiled.CompiledProgram(
-            compilation, tuple(findings), fp8, axes, compiled.chip, traced.nnx_count
-        )
+        facts = tuple(findings), fp8, _fsdp_axes(compiled, traced), compiled.chip
+        program = _check_compiled.CompiledProgram(compilation, *facts, traced.nnx_count)
         findings += [f for function in _checks.ON_COMPILED for f in function(program, auditor)]
         rows = compilation._asdict() | {"gpu": _gpu_text(compiled)}
         del rows["origins"]
@@ -212,18 +204,17 @@ def _joined(findings: list[Finding]) -> list[Finding]:
     findings = sorted(findings, key=lambda f: (_sort_key(f)[0], f.check == LOSS_16BIT.id))
     first = findings[0]
     others = {f.check: f for f in findings if f.check != first.check and not f.flops}
+    message = first.message
+    for f in others.values():
+        message += f" The same code removes {f.check} at {f.location}: {f.message}"
     kept = [f for f in findings if f.check not in others]
-    texts = (
-        f" The same code removes {f.check} at {f.location}: {f.message}" for f in others.values()
-    )
-    message = first.message + "".join(texts)
     return [dataclasses.replace(first, message=message), *kept[1:]]
 
 
 def printed(edits: list[_source.Edit], findings: Iterable[Finding]) -> list[_source.Edit]:
     """Returns the edits that are in the fixes of some findings."""
-    lines = {line.strip() for f in findings for line in f.fix.splitlines() if line[:4].isspace()}
-    return [edit for edit in edits if edit.code in lines]
+    codes = {code for finding in findings for code in _source.codes_of(finding.fix)}
+    return [edit for edit in edits if edit.code in codes]
 
 
 def _with_trial(finding: Finding, group: _trial.Edits, trial: _trial.FixTrial) -> Finding:
@@ -254,14 +245,11 @@ def _target_notes(chip: _targets.Target | None, recipe: _load.RecipeData | None)
 def lacking_format(chip: _targets.Target, recipe: _load.RecipeData) -> str:
     """Returns that a chip lacks the formats of a recipe, and one that fits; "" otherwise."""
     default = recipe.policies.default
-    lacks_fp8 = (
-        _resolve.matmul_scaling(recipe.policies) is not None and "float8_e4m3fn" not in chip.native
-    )
-    if not lacks_fp8 and (
-        not _dtypes.is_16bit(default.compute_dtype) or str(default.compute_dtype) in chip.native
-    ):
+    name, has_fp8 = str(default.compute_dtype), "float8_e4m3fn" in chip.native
+    if not has_fp8 and _resolve.matmul_scaling(recipe.policies) is not None:
+        name = "FP8"
+    elif name in chip.native or not _dtypes.is_16bit(default.compute_dtype):
         return ""
-    name = "FP8" if lacks_fp8 else str(default.compute_dtype)
     fitting = "bf16" if "bfloat16" in chip.native else "fp16"
     fitting += "_params" * _dtypes.is_16bit(default.param_dtype)
     text = f"the recipe computes in {name}, which {chip.kind} does not multiply natively"
@@ -270,21 +258,18 @@ def lacking_format(chip: _targets.Target, recipe: _load.RecipeData) -> str:
 
 def _fsdp_axes(compiled: _compile.Compiled, traced: Traced) -> frozenset[str]:
     """Returns the mesh axes that split both parameters and the first dimension of the batch."""
-    of_weights: set[str] = set()
-    of_batch: set[str] = set()
-    are_weights = traced.may_be_weights()
+    of_weights, batch, are_weights = set[str](), _BatchAxes(), traced.may_be_weights()
     for sharding, is_weight in zip(compiled.shardings, are_weights, strict=True):
         spec = getattr(sharding, "spec", ())
         if is_weight:
             of_weights |= axis_names(spec)
         else:
-            of_batch |= axis_names(spec[:1])
-    constrained = _ConstrainedAxes()
-    constrained.run(traced.jaxpr, [not is_weight for is_weight in are_weights])
-    return frozenset(of_weights & (of_batch | constrained.found))
+            batch.found |= axis_names(spec[:1])
+    batch.run(traced.jaxpr, [not is_weight for is_weight in are_weights])
+    return frozenset(of_weights & batch.found)
 
 
-class _ConstrainedAxes(_analysis.Forward):
+class _BatchAxes(_analysis.Forward):
     """Finds the mesh axes to which a program constrains the rows of its batch."""
 
     def __init__(self) -> None:

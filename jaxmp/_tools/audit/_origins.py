@@ -14,7 +14,7 @@ from jaxmp._core import _dtypes
 from jaxmp._programs import _analysis, _constructs, _jaxprs, _matmuls
 from jaxmp._programs._locations import call_site
 from jaxmp._tools.audit import _auditor, _checks
-from jaxmp._tools.audit._checks import OpOccurrence, PendingFindings
+from jaxmp._tools.audit._checks import OpOccurrence
 from jaxmp._tools.fixes import _functions, _rewrite, _source
 
 _MOVES = _checks.LAYOUT | _checks.named(
@@ -36,12 +36,7 @@ _PROBABILITIES = ("softmax", "sigmoid")
 _MAX_ORIGINS = 4
 
 
-def fix_operation(
-    op: OpOccurrence,
-    findings: PendingFindings,
-    back: str = "",
-    through: frozenset[str] = _ELEMENTWISE,
-) -> str:
+def fix_operation(op: OpOccurrence, back: str = "", through: frozenset[str] = _ELEMENTWISE) -> str:
     """Returns the fix of an operation in 16 bits.
 
     A cast of its operand does not help if the operand was rounded before. The fix then changes the
@@ -49,18 +44,17 @@ def fix_operation(
 
     Args:
       op: the operation.
-      findings: for the lines of the source.
       back: the dtype of the result; "" for FP32.
       through: the primitives that compute the operand from what was rounded.
 
     Returns:
       Sentences and code, words alone if the function is not known, or "" without source code.
     """
-    own = _source.expression_of(op, findings)
+    own = op.expression
     if not _rewrite.wide_code(own):
-        return in_words(op, findings)
+        return in_words(op)
     back = "" if _is_widened(op) or _is_read_exactly(op, _rewrite.known_function(own)[0]) else back
-    lines, wide = _at_origins(_rounded_by(op, through), op, own, findings)
+    lines, wide = _at_origins(_rounded_by(op, through), op, own)
     if lines and back:
         wide = own.text
     dtype = _checks.half_of((*op.operands, *op.equation.outvars))
@@ -81,44 +75,38 @@ def _widened_calls(code: str) -> str:
     names = {}
     for node in ast.walk(ast.parse(code)):
         if isinstance(node, ast.Call):
-            *parts, name = ast.unparse(node.func).rpartition(".")
-            if any(
-                text.endswith(_source.IN_FP32) for text in (parts[0], *map(ast.unparse, node.args))
-            ):
+            owner, _, name = ast.unparse(node.func).rpartition(".")
+            arrays = owner, *map(ast.unparse, node.args)
+            if any(text.endswith(_source.IN_FP32) for text in arrays):
                 names[name] = None
     return " and ".join(names)
 
 
-def fix_expression(sentence: str, op: OpOccurrence, findings: PendingFindings) -> str:
+def fix_expression(sentence: str, op: OpOccurrence) -> str:
     """Returns the fix that computes an expression in FP32, or that of `in_words`.
 
     Args:
       sentence: what the code does.
       op: the operation of the expression.
-      findings: for the lines of the source.
     """
-    code = _rewrite.in_fp32(_source.expression_of(op, findings))
-    return f"{sentence}:\n    {code}" if code else in_words(op, findings)
+    code = _rewrite.in_fp32(op.expression)
+    return f"{sentence}:\n    {code}" if code else in_words(op)
 
 
-def fix_sums(sentence: str, op: OpOccurrence, dtype: str, findings: PendingFindings) -> str:
+def fix_sums(sentence: str, op: OpOccurrence, dtype: str) -> str:
     """Returns the fix of a matmul whose sums have another dtype."""
-    own = _source.expression_of(op, findings)
-    if not own.text:
-        return f"{sentence}:\n    jnp.matmul(x, w, preferred_element_type=jnp.{dtype})"
-    if code := _rewrite.with_sums(own, dtype):
+    own, argument = op.expression, f"preferred_element_type=jnp.{dtype}"
+    code = _rewrite.with_sums(own, dtype) if own.text else f"jnp.matmul(x, w, {argument})"
+    if code:
         return f"{sentence}:\n    {code}"
     if is_in_flax(op):
-        return _fix_layer(sentence, op, own, findings)
-    argument = f"preferred_element_type=jnp.{dtype}"
+        return _fix_layer(sentence, op, own)
     return f"{sentence}: set {argument} in the matmul that `{own.text}` computes."
 
 
-def fix_wide(
-    sentence: str, op: OpOccurrence, indices: list[int], dtype: str, findings: PendingFindings
-) -> str:
+def fix_wide(sentence: str, op: OpOccurrence, indices: list[int], dtype: str) -> str:
     """Returns the fix that casts operands, in words if its code is not known."""
-    own = _source.expression_of(op, findings)
+    own = op.expression
     code = _rewrite.narrowed(own, indices, dtype)
     operands = " and ".join(op.operands[index].aval.str_short() for index in indices)
     if code:
@@ -127,48 +115,42 @@ def fix_wide(
     return f"{sentence}, {operands}, to {dtype}{where}."
 
 
-def fix_casts(op: OpOccurrence, findings: PendingFindings) -> str:
+def fix_casts(op: OpOccurrence) -> str:
     """Returns the fix of a matmul with an operand that the user's code casts to FP32, or "".
 
     The operand without a cast, such as an FP32 parameter, is cast to 16 bits, too.
     """
-    casts = [_own_cast(var, op, findings) for var in op.operands[:2]]
-    dtypes = [_checks.dtype_of(cast.equation.invars[0]).name for cast in casts if cast is not None]
+    casts = [_own_cast(var, op) for var in op.operands[:2]]
+    dtypes = [_checks.dtype_of(cast.operands[0]).name for cast in casts if cast is not None]
     if not dtypes:
         return ""
-    own, dtype, lines = _source.expression_of(op, findings), dtypes[0], list[str]()
-    here = list[int]()
+    own, dtype, lines, here = op.expression, dtypes[0], list[str](), list[int]()
     for index, cast in enumerate(casts):
         # The call of the matmul promotes an operand that is in 16 bits.
         is_promoted = cast is not None and call_site(cast.equation) == call_site(op.equation)
-        expression = _source.UNKNOWN if cast is None else _source.expression_of(cast, findings)
-        if cast is None or not expression.text or _is_inside(expression, own, dtype):
+        expression = _source.UNKNOWN if cast is None else cast.expression
+        # The cast may be a part of the matmul.
+        is_inside = own.contains(expression) and bool(_rewrite.narrowed(own, [0, 1], dtype))
+        if cast is None or not expression.text or is_inside:
             here += [] if is_promoted else [index]
         elif not is_promoted and (code := _rewrite.in_dtype(expression, dtype)):
-            where = findings.where(cast)
-            lines.append(f"At {where}, replace {expression.text} by:\n    {code}")
-    if here and not findings.is_own_call(op.equation):
+            lines.append(f"At {cast.where}, replace {expression.text} by:\n    {code}")
+    if here and not op.is_own_call:
         # The operands of a library's layer follow the policies.
         return ""
     both = "operands" if len(here) == 2 else "wide operand" if lines else "other operand"
-    more = [fix_wide(f"Cast the {both}", op, here, dtype, findings)] if here else []
+    more = [fix_wide(f"Cast the {both}", op, here, dtype)] if here else []
     return "\n".join(dict.fromkeys(lines + more))
 
 
-def _own_cast(
-    var: _jaxprs.Atom, op: OpOccurrence, findings: PendingFindings
-) -> OpOccurrence | None:
+def _own_cast(var: _jaxprs.Atom, op: OpOccurrence) -> OpOccurrence | None:
     """Returns the cast from 16 bits in the user's code that an operand comes from."""
     maker = op.body.maker_through(var, _BEFORE_MATMUL)
     is_cast = maker is not None and maker.primitive.name == "convert_element_type"
     if maker is None or not is_cast or not _dtypes.is_16bit(_checks.dtype_of(maker.invars[0])):
         return None
-    return op._replace(equation=maker) if findings.is_own_call(maker) else None
-
-
-def _is_inside(cast: _source.Expression, matmul: _source.Expression, dtype: str) -> bool:
-    """Returns True for a cast that is a part of a matmul whose operands can be cast."""
-    return matmul.contains(cast) and bool(_rewrite.narrowed(matmul, [0, 1], dtype))
+    cast = op.made(maker)
+    return cast if cast.is_own_call else None
 
 
 def is_in_flax(op: OpOccurrence, package: str = "flax") -> bool:
@@ -179,73 +161,65 @@ def is_in_flax(op: OpOccurrence, package: str = "flax") -> bool:
 
 def apply_code(op: OpOccurrence, context: _auditor.PolicyContext) -> str:
     """Returns code that applies the policies to an operation: to a model of Flax, or a function."""
-    traceback = op.equation.source_info.traceback
-    codes = () if traceback is None else traceback.raw_frames()[0]
-    is_model = any("/flax/" in code.co_filename.replace("\\", "/") for code in codes)
+    is_model = any("/flax/" in file for file in op.files)
     return context.wrap_code if is_model else context.autocast_code
 
 
-def contains_matmul(op: OpOccurrence, findings: PendingFindings) -> bool:
+def contains_matmul(op: OpOccurrence) -> bool:
     """Returns True if the line of the user contains the matmul itself, and not a layer."""
-    return bool(_rewrite.with_sums(_source.expression_of(op, findings), "float32"))
+    return bool(_rewrite.with_sums(op.expression, "float32"))
 
 
-def _fix_layer(
-    sentence: str, op: OpOccurrence, own: _source.Expression, findings: PendingFindings
-) -> str:
+def _fix_layer(sentence: str, op: OpOccurrence, own: _source.Expression) -> str:
     """Returns the fix of a layer of Flax that returns FP32 sums, in words for a function."""
     layer, dtype = _source.constructor_of(own), _checks.half_of(op.operands)
     assert dtype is not None
     if ".attend(" in own.text:
         code = _rewrite.with_wide_attend(own, layer, dtype.name)
-        return f"{sentence}:\n    {code}" if code else in_words(op, findings)
+        return f"{sentence}:\n    {code}" if code else in_words(op)
     if code := _rewrite.with_wide_layer(layer):
-        where = findings.text_of(layer.place[:2])
+        where = _source.text_of(*layer.place[:2])
         return f"At {where}, {sentence[0].lower()}{sentence[1:]}:\n    {code}"
     if _rewrite.known_function(own)[0].startswith("flax.") and layer is not own:
-        return in_words(op, findings)
+        return in_words(op)
     is_nnx = is_in_flax(op, "flax/nnx")
     linear, conv = ("nnx.Linear", "nnx.Conv") if is_nnx else ("linen.Dense", "linen.Conv")
     argument = _functions.LAYERS[f"flax.{conv if 'conv' in op.name else linear}"]
     return f"{sentence}: construct the layer that `{own.text}` calls with {argument}."
 
 
-def in_words(op: OpOccurrence, findings: PendingFindings) -> str:
+def in_words(op: OpOccurrence) -> str:
     """Returns the remedy of an operation whose function is not known; "" without source code."""
-    own = _source.expression_of(op, findings)
+    own = op.expression
     if not own.text:
         return ""
     called = own.node.func if isinstance(own.node, ast.Call) else own.node
     half = next((v for v in op.operands if _checks.half_of([v]) is not None), op.operands[0])
     operand = half.aval.str_short()
     return (
-        f"At {findings.where(op)}, `{ast.unparse(called)}` computes {op.name} of {operand}. Cast"
+        f"At {op.where}, `{ast.unparse(called)}` computes {op.name} of {operand}. Cast"
         " the arrays that it reads to FP32 before, and its floating-point results back after it."
     )
 
 
-def fix_origins(op: OpOccurrence, findings: PendingFindings) -> str:
+def fix_origins(op: OpOccurrence) -> str:
     """Returns code for the lines at which an operand was rounded, or ""."""
-    return "\n".join(_at_origins(_rounded_by(op), op, _source.UNKNOWN, findings)[0])
+    return "\n".join(_at_origins(_rounded_by(op), op, _source.UNKNOWN)[0])
 
 
-def fix_rounding(op: OpOccurrence, findings: PendingFindings) -> str:
+def fix_rounding(op: OpOccurrence) -> str:
     """Returns the fix of the casts to 16 bits from which an FP32 operand is computed, or ""."""
     casts, waiting = [], [(op.operands[0], op)]
     for origin in _makers(waiting):
-        maker = origin.equation
-        if _is_rounding(maker) and _checks.half_of(maker.outvars) is not None:
+        if _is_rounding(origin.equation) and _checks.half_of([origin.result]) is not None:
             casts.append(origin)
-        elif _is_elementwise(maker):
-            waiting += [(v, origin) for v in maker.invars if not _jaxprs.is_literal(v)]
-    return "\n".join(_at_origins(casts, op, _source.UNKNOWN, findings)[0])
+        elif _is_elementwise(origin.equation):
+            waiting += [(v, origin) for v in origin.operands if not _jaxprs.is_literal(v)]
+    return "\n".join(_at_origins(casts, op, _source.UNKNOWN)[0])
 
 
 def _at_origins(
-    origins: list[OpOccurrence],
-    op: OpOccurrence,
-    own: _source.Expression,
-    findings: PendingFindings,
+    origins: list[OpOccurrence], op: OpOccurrence, own: _source.Expression
 ) -> tuple[list[str], str]:
     """Returns the lines that compute operations in FP32, and code for an expression.
 
@@ -254,13 +228,12 @@ def _at_origins(
       op: the operation that reads their results.
       own: its expression, whose code contains the origins inside of it; if it is not known, no code
         is returned.
-      findings: for the lines of the source.
     """
     code, parts = _rewrite.wide_code(own), list[tuple[_source.Expression, str]]()
     for origin in origins if len(origins) <= _MAX_ORIGINS else ():
-        expression = _source.expression_of(origin, findings)
+        expression = origin.expression
         changed = _rewrite.in_fp32(expression)
-        is_here = findings.line_of(origin) == findings.line_of(op)
+        is_here = origin.line == op.line
         if not changed or (is_here and changed in code):
             continue
         if is_here and expression.text in code:
@@ -280,7 +253,7 @@ def _at_origins(
                 break
         else:
             parts.append((expression, changed))
-    where = [findings.text_of(expression.place[:2]) for expression, _ in parts]
+    where = [_source.text_of(*expression.place[:2]) for expression, _ in parts]
     counts = Counter((place, text) for place, (_, text) in zip(where, parts, strict=True))
     times = lambda count: f", {count} times in the line" if count > 1 else ""
     lines = [
@@ -343,24 +316,20 @@ def _is_widened(op: OpOccurrence) -> bool:
         consumers = op.body.consumers.get(waiting.pop(), ())
         if None in consumers:
             return False
-        readers = [e for e in consumers if _is_forward(e) and call_site(e) != site]
+        readers = [op.made(e) for e in consumers if _is_forward(e) and call_site(e) != site]
         if not readers:
             return False
         for reader in readers:
-            name = reader.primitive.name
-            is_wide = (
-                name == "convert_element_type"
-                and _checks.dtype_of(reader.outvars[0]) == _dtypes.FLOAT32
-            )
+            is_wide = reader.name == "convert_element_type" and reader.dtype == _dtypes.FLOAT32
             is_cast |= is_wide
-            if is_wide or name in _checks.PERIODIC:
+            if is_wide or reader.name in _checks.PERIODIC:
                 continue
-            if name not in _ELEMENTWISE:
+            if reader.name not in _ELEMENTWISE:
                 return False
-            others = [v for v in reader.invars if not _jaxprs.is_literal(v) and v not in seen]
+            others = [v for v in reader.operands if not _jaxprs.is_literal(v) and v not in seen]
             meets_16_bits |= _checks.half_of(others) is not None
-            waiting += reader.outvars
-            seen.update(reader.outvars)
+            waiting += reader.equation.outvars
+            seen.update(reader.equation.outvars)
     # A wide result would promote another 16-bit array before the cast.
     return not (meets_16_bits and is_cast)
 
@@ -375,17 +344,16 @@ def _rounded_by(op: OpOccurrence, through: frozenset[str] = _ELEMENTWISE) -> lis
         if is_here and _jaxprs.scope_names(str(maker.source_info.name_stack)) != scopes:
             continue
         inputs, name = _halves(maker), maker.primitive.name
-        is_cast = _is_rounding(maker)
+        is_cast, is_elementwise = _is_rounding(maker), _is_elementwise(maker, through)
         is_made = not inputs and name in ("iota", "broadcast_in_dim")
         is_entry = name not in _MOVES and not all(_is_computed(v, origin.body) for v in inputs)
-        is_entry &= _is_elementwise(maker, through) and bool(inputs)
-        if is_cast or is_made or is_entry:
+        if is_cast or is_made or (is_entry and is_elementwise and inputs):
             origins.append(origin)
-        if through is SUMS and _is_elementwise(maker, through):
-            # A sum that computes in FP32 reads squares in 16 bits.
-            waiting += [(v, origin) for v in maker.invars if not _jaxprs.is_literal(v)]
-        elif _is_elementwise(maker, through) and not is_cast:
-            waiting += [(v, origin) for v in inputs]
+        # A sum that computes in FP32 reads squares in 16 bits.
+        inputs = [] if is_cast else inputs
+        if through is SUMS:
+            inputs = [v for v in maker.invars if not _jaxprs.is_literal(v)]
+        waiting += [(v, origin) for v in inputs if is_elementwise]
     return origins
 
 
@@ -401,7 +369,7 @@ def _makers(waiting: list[tuple[_jaxprs.Atom, OpOccurrence]]) -> Iterator[OpOccu
         maker = within.body.maker(var)
         if maker is not None and var not in seen:
             seen.add(var)
-            yield within._replace(equation=maker)
+            yield within.made(maker)
 
 
 def _through_calls(var: _jaxprs.Atom, op: OpOccurrence) -> tuple[_jaxprs.Atom, OpOccurrence]:
@@ -439,11 +407,10 @@ def _is_computed(var: _jaxprs.Atom, body: _analysis.Body) -> bool:
     """Returns True for a 16-bit result of a cast, a constant or another elementwise operation."""
     maker = body.maker(var)
     while maker is not None and maker.primitive.name in _MOVES and not _is_rounding(maker):
-        if _jaxprs.is_literal(maker.invars[0]):
-            return True
-        maker = body.maker(maker.invars[0])
+        var = maker.invars[0]
+        maker = body.maker(var)
     if maker is None:
-        return False
+        return _jaxprs.is_literal(var)
     return _is_rounding(maker) or maker.primitive.name == "iota" or _is_elementwise(maker)
 
 

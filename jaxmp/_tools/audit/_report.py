@@ -12,21 +12,9 @@ import jax
 
 from jaxmp import __version__
 from jaxmp._core._messages import did_you_mean
+from jaxmp._tools.audit import _rows
 from jaxmp._tools.audit._checks import CHECKS, ERROR, NOTE, WARNING
-from jaxmp._tools.audit._rows import (
-    NOT_COUNTED,
-    NOT_INSPECTED,
-    AttentionRow,
-    CollectiveRow,
-    Finding,
-    GemmRow,
-    MatmulRow,
-    MemoryRow,
-    collectives,
-    compiled_lines,
-    compiled_matmuls,
-    memory,
-)
+from jaxmp._tools.audit._rows import Finding
 from jaxmp._tools.report import _section, _views
 from jaxmp.errors import AuditError, AuditFailedError
 
@@ -88,11 +76,11 @@ class AuditReport(_views.Report):
     equations: int = 0
     gpu: str = ""
     findings: tuple[Finding, ...] = ()
-    matmuls: tuple[MatmulRow, ...] = ()
-    gemms: tuple[GemmRow, ...] = ()
-    memory: MemoryRow | None = None
-    attention: tuple[AttentionRow, ...] = ()
-    collectives: tuple[CollectiveRow, ...] = ()
+    matmuls: tuple[_rows.MatmulRow, ...] = ()
+    gemms: tuple[_rows.GemmRow, ...] = ()
+    memory: _rows.MemoryRow | None = None
+    attention: tuple[_rows.AttentionRow, ...] = ()
+    collectives: tuple[_rows.CollectiveRow, ...] = ()
     notes: tuple[str, ...] = ()
 
     # -- counts -----------------------------------------------------------------------------
@@ -241,14 +229,11 @@ def _fails(finding: Finding, checks: frozenset[str] | None, speed: bool) -> bool
 
 def _without(findings: Iterable[Finding], others: Iterable[Finding]) -> tuple[Finding, ...]:
     """Returns the findings without equal ones among the others, each of which stands for one."""
-    known = Counter((finding.identity, finding.severity) for finding in others)
-    rest = []
+    key_of = lambda finding: (finding.identity, finding.severity)
+    known, rest = Counter(map(key_of, others)), list[Finding]()
     for finding in findings:
-        key = finding.identity, finding.severity
-        if known[key]:
-            known[key] -= 1
-        else:
-            rest.append(finding)
+        known[key_of(finding)] -= 1
+        rest += [finding] if known[key_of(finding)] < 0 else []
     return tuple(rest)
 
 
@@ -302,9 +287,8 @@ def _row(group: list[Finding]) -> tuple[str, ...]:
     # The message of a finding about an argument contains its count.
     times = f" ({_section.counted(count, 'operation')})" if count > 1 and first.primitive else ""
     lines = len({(finding.file, finding.line) for finding in group})
-    line = first.location + (
-        f" and {_section.counted(lines - 1, 'more line')}" if lines > 1 else ""
-    )
+    more = f" and {_section.counted(lines - 1, 'more line')}" if lines > 1 else ""
+    line = first.location + more
     location = f"{modules}, {line}" if line else modules
     return first.check, location, first.message + times
 
@@ -330,16 +314,16 @@ def report_sections(report: AuditReport, full: bool = False) -> list[_section.Se
         _verdict(report, len(groups)),
         *_finding_sections("Errors", groups, "Fixes", None if full else _MAX_ERRORS),
         _matmuls(report),
-        compiled_matmuls(kernels),
-        memory(report.memory),
+        _rows.compiled_matmuls(kernels),
+        _rows.memory(report.memory),
         *_finding_sections("Speed", speed, "Faster"),
     ]
     if full:
         sections += [
             *_finding_sections("Warnings", _by_fix(report.warnings), "Suggestions"),
             _modules(report),
-            compiled_lines(kernels),
-            collectives(report.collectives),
+            _rows.compiled_lines(kernels),
+            _rows.collectives(report.collectives),
             _section.Section("Notes", "", ("note",), tuple((note,) for note in report.notes)),
         ]
     else:
@@ -362,10 +346,11 @@ def _verdict(report: AuditReport, errors: int) -> _section.Section:
             share += f" ({total}) run in 16 bits or FP8"
         fp8 = sum(flops for pair, flops in report.matmul_flops.items() if "float8" in pair[0])
         share += f", {_section.share_text(fp8, report.flops)} in FP8." if fp8 else "."
-    unseen = [note for note in report.notes if note.endswith(NOT_INSPECTED)]
-    uncounted = [note for note in report.notes if note.endswith(NOT_COUNTED) and not report.flops]
-    if unseen or uncounted:
-        share = f"{share[:-1]}; {'; '.join((unseen or uncounted)[:2])}."
+    unseen = [note for note in report.notes if note.endswith(_rows.NOT_INSPECTED)]
+    uncounted = [] if report.flops else report.notes
+    missing = unseen or [note for note in uncounted if note.endswith(_rows.NOT_COUNTED)]
+    if missing:
+        share = f"{share[:-1]}; {'; '.join(missing[:2])}."
     checked = f", checked against the policy {report.policies}"
     size = _section.counted(report.equations, "operation")
     size += checked if report.policies else ", checked without a recipe"

@@ -17,7 +17,7 @@ from jax.extend.core import ClosedJaxpr
 from jaxmp._core import _dtypes, _trees, _typing
 from jaxmp._core._compat import jaxpr_body
 from jaxmp._programs import _analysis, _constructs, _jaxprs, _locations
-from jaxmp._tools.audit._checks import OpOccurrence
+from jaxmp._tools.audit._checks import OpOccurrence, PendingFindings
 from jaxmp._tools.audit._labels import FloatInput
 from jaxmp.errors import AuditError
 from jaxmp.optim import _roles
@@ -103,9 +103,10 @@ class Traced:
             if is_input and _trees.dtype_of(leaf.value) == _dtypes.FLOAT32:
                 # The first key distinguishes positional from keyword arguments.
                 keys = list(map(_key, leaf.path[1:]))
-                name = next((key for key in reversed(keys) if isinstance(key, str)), "")
-                location = jtu.keystr(leaf.path[1:])
-                inputs.append((FloatInput(name or self._parameter(keys), location), var))
+                names = [self.names[n] for n in keys[:1] if n in range(len(self.names))]
+                names += [key for key in keys if isinstance(key, str)]
+                name = names[-1] if names else "NAME"
+                inputs.append((FloatInput(name, jtu.keystr(leaf.path[1:])), var))
         return inputs
 
     def in_optimizer(self) -> list[bool]:
@@ -148,7 +149,7 @@ class Traced:
         """The id of an equation -> its jaxpr, and result of the equation -> result of the jaxpr."""
         return {}
 
-    def maker_of(self, result: _jaxprs.Atom) -> OpOccurrence | None:
+    def maker_of(self, result: _jaxprs.Atom, findings: PendingFindings) -> OpOccurrence | None:
         """Returns the operation that computes a result, inside of the calls that return it."""
         jaxpr, var, op = self.jaxpr, result, None
         while var is not None:
@@ -156,7 +157,8 @@ class Traced:
             maker = body.maker(var)
             if maker is None:
                 break
-            op, below, var = OpOccurrence(maker, _locations.Location(), 1, body, op), var, None
+            op = OpOccurrence(maker, _locations.Location(), 1, body, findings, op)
+            below, var = var, None
             if id(maker) not in self._returned:
                 self._returned[id(maker)] = [
                     (inner.jaxpr, dict(zip(inner.results, inner.jaxpr.outvars, strict=True)))
@@ -165,9 +167,6 @@ class Traced:
             for inner, returned in self._returned[id(maker)]:
                 jaxpr, var = inner, returned.get(below)
         return op
-
-    def _parameter(self, keys: list[Any]) -> str:
-        return self.names[keys[0]] if keys and keys[0] in range(len(self.names)) else "NAME"
 
 
 def check_function(fn: object, name: str) -> None:
@@ -208,11 +207,7 @@ def check_arguments(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[
         ) from error
 
 
-def trace(
-    fn: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> Traced:
+def trace(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Traced:
     """Traces a function for arguments of these shapes and dtypes; nothing is computed.
 
     Args:
@@ -226,10 +221,9 @@ def trace(
     leaves = _roles.leaves_with_roles((args, kwargs))
     numbers = [n for n, leaf in enumerate(leaves) if _is_number_of_state(fn, leaf)]
     try:
-        if numbers:
-            # A function may require such a number while it is traced, as that of its layers.
-            with contextlib.suppress(TypeError, ValueError, OverflowError):
-                return _trace(fn, args, kwargs, leaves, numbers)
+        # A function may require such a number while it is traced, as that of its layers.
+        with contextlib.suppress(*(TypeError, ValueError, OverflowError) if numbers else ()):
+            return _trace(fn, args, kwargs, leaves, numbers)
         return _trace(fn, args, kwargs, leaves, [])
     except Exception as error:
         # Flax, which has this error, is an optional dependency.
@@ -254,14 +248,10 @@ def _is_number_of_state(fn: Callable[..., Any], leaf: _roles.StateLeaf) -> bool:
     These are all arguments of a jitted function, counters such as `step=0` of a first train state,
     and numbers in states of optimizers and loss scales.
     """
-    if not isinstance(leaf.value, (bool, int, float, complex)):
-        return False
+    is_number = isinstance(leaf.value, (bool, int, float, complex))
     is_count = type(leaf.value) is int and len(leaf.path) > 2
-    return (
-        isinstance(fn, jax.stages.Wrapped)
-        or is_count
-        or leaf.role not in (_roles.OTHER, _roles.PARAMETER)
-    )
+    is_state = is_count or leaf.role not in (_roles.OTHER, _roles.PARAMETER)
+    return is_number and (is_state or isinstance(fn, jax.stages.Wrapped))
 
 
 def _trace(
@@ -273,17 +263,14 @@ def _trace(
 ) -> Traced:
     """Traces a function for the arrays among its arguments, and for some numbers among them."""
     structure = jax.tree.structure((args, kwargs))
-    values = [leaf.value for leaf in leaves]
     positions = [n for n, leaf in enumerate(leaves) if is_array(leaf.value) or n in numbers]
-    own = [
-        leaf if is_array(leaf.value) else leaf._replace(value=jnp.asarray(leaf.value))
-        for leaf in (leaves[n] for n in positions)
-    ]
+    as_array = lambda x: x if is_array(x) else jnp.asarray(x)
+    own = [leaves[n]._replace(value=as_array(leaves[n].value)) for n in positions]
     results: list[tuple[_roles.KeyPath, Any]] = []
     written: list[int] = []
 
     def run(*arrays: jax.Array) -> list[jax.Array]:
-        filled = list(values)
+        filled = [leaf.value for leaf in leaves]
         for position, array in zip(positions, arrays, strict=True):
             filled[position] = array
         args, kwargs = structure.unflatten(filled)
@@ -292,10 +279,7 @@ def _trace(
         # A function may write into its arguments, such as an NNX model, and return nothing. A
         # compiler would remove the computation of such values, so they are returned, too.
         after = dict(jtu.tree_flatten_with_path((args, kwargs))[0])
-        new = {
-            number: after.get(leaf.path, array)
-            for number, (leaf, array) in enumerate(zip(own, arrays, strict=True))
-        }
+        new = {n: after.get(leaf.path, arrays[n]) for n, leaf in enumerate(own)}
         new = {n: x for n, x in new.items() if is_array(x) and x is not arrays[n]}
         written[:] = new
         return [leaf for _, leaf in out if is_array(leaf)] + list(new.values())

@@ -7,6 +7,7 @@ describes the change in words.
 from __future__ import annotations
 
 import ast
+import contextlib
 import inspect
 import sys
 from collections.abc import Mapping
@@ -164,18 +165,6 @@ COMMON_NAMES: Mapping[str, str] = {
 }
 
 
-def parameters_of(name: str) -> list[str]:
-    """Returns the names of a function's parameters; none if it is not imported."""
-    module, _, attributes = name.partition(".")
-    value: Any = sys.modules.get(module)
-    for attribute in attributes.split("."):
-        value = getattr(value, attribute, None)
-    try:
-        return list(inspect.signature(value).parameters)
-    except (TypeError, ValueError):
-        return []
-
-
 def arguments_of(node: ast.Call, name: str, row: Function) -> list[ast.expr]:
     """Returns the arguments of a call that are cast; none of a call such as `f(*arrays)`.
 
@@ -186,7 +175,13 @@ def arguments_of(node: ast.Call, name: str, row: Function) -> list[ast.expr]:
     """
     if any(isinstance(argument, ast.Starred) for argument in node.args):
         return []
-    names = dict(enumerate(parameters_of(name)))
+    module, _, attributes = name.partition(".")
+    function: Any = sys.modules.get(module)
+    for attribute in attributes.split("."):
+        function = getattr(function, attribute, None)
+    names = dict[int, str]()
+    with contextlib.suppress(TypeError, ValueError):
+        names = dict(enumerate(inspect.signature(function).parameters))
     passed = dict(enumerate(node.args)) | {k.arg: k.value for k in node.keywords}
     keys = (position if position in passed else names.get(position) for position in row.arrays)
     return [passed[key] for key in keys if key in passed]

@@ -31,7 +31,12 @@ class Edit(NamedTuple):
     @property
     def where(self) -> str:
         """The line as reports print it, such as `model.py:12`."""
-        return f"{self.file.rpartition('/')[2]}:{self.line}"
+        return text_of(self.file, self.line)
+
+
+def text_of(file: str, line: int) -> str:
+    """Returns a line as `model.py:12`."""
+    return f"{file.rpartition('/')[2]}:{line}" if file else "an unknown line"
 
 
 IN_FP32 = ".astype(jnp.float32)"
@@ -123,25 +128,23 @@ class Expression:
         if not all(isinstance(n, (ast.Attribute, ast.Name, ast.Load)) for n in ast.walk(function)):
             return ""
         root, *attributes = ast.unparse(function).split(".")
-        lines = linecache.getlines(self.place[0])
-        known = _imports(self.place[0], len(lines))
-        module = known.get(root, COMMON_NAMES.get(root, ""))
+        module = _imports(_text(self.place[0])).get(root, COMMON_NAMES.get(root, ""))
         return ".".join((module, *attributes)) if module else ""
 
 
 UNKNOWN = Expression(ast.Name(""), ("", 0, 0, 0, 0), [])
 
 
-def expression_of(op: Any, findings: Findings) -> Expression:
+def expression_of(op: Any) -> Expression:
     """Returns the expression in the user's code whose call makes an operation.
 
     Args:
-      op: an operation with its enclosing equations.
-      findings: for the files of the user, and for the edits.
+      op: an operation with its enclosing equations, and the `Findings` that receive the edits.
 
     Returns:
       `UNKNOWN` without source code, or if the code object of the operation contains no columns.
     """
+    findings: Findings = op.findings
     for equation in (op.equation, *op.enclosing) if findings.reads_source else ():
         traceback = equation.source_info.traceback
         frames = zip(*traceback.raw_frames(), strict=True) if traceback is not None else ()
@@ -173,7 +176,7 @@ def constructor_of(expression: Expression) -> Expression:
     if isinstance(function, ast.Attribute) and function.attr == "attend":
         function = function.value
     file, line = expression.place[:2]
-    tree = _tree(file, len(linecache.getlines(file)))
+    tree = _tree(_text(file))
     classes = (n for n in ast.walk(tree) if isinstance(n, ast.ClassDef))
     inside = [n for n in classes if n.lineno <= line <= (n.end_lineno or 0)]
     name = "" if function is None else ast.unparse(function)
@@ -192,12 +195,8 @@ def enclosing(expression: Expression) -> Iterator[Expression]:
     """Yields an expression and those that contain it, the smallest first."""
     yield expression
     file = expression.place[0]
-    nodes = ast.walk(_tree(file, len(linecache.getlines(file))))
-    outer = [
-        dataclasses.replace(expression, node=n, place=_place(file, n))
-        for n in nodes
-        if isinstance(n, ast.expr)
-    ]
+    nodes = [node for node in ast.walk(_tree(_text(file))) if isinstance(node, ast.expr)]
+    outer = [dataclasses.replace(expression, node=n, place=_place(file, n)) for n in nodes]
     outer = [each for each in outer if each.contains(expression)]
     yield from sorted(outer, key=lambda each: len(each.text))
 
@@ -206,13 +205,12 @@ def _place(file: str, node: Any) -> tuple[str, int, int, int, int]:
     return file, node.lineno, node.end_lineno, node.col_offset, node.end_col_offset
 
 
-def _parsed(
-    file: str,
-    line: int | None,
-    end_line: int | None,
-    start: int | None,
-    end: int | None,
-) -> ast.expr | None:
+def _text(file: str) -> str:
+    return "".join(linecache.getlines(file))
+
+
+def _parsed(file: str, *place: int | None) -> ast.expr | None:
+    line, end_line, start, end = place
     if line is None or end_line is None or start is None or end is None:
         return None
     lines = [linecache.getline(file, n).encode() for n in range(line, end_line + 1)]
@@ -234,27 +232,21 @@ _unparsed = functools.lru_cache(maxsize=256)(ast.unparse)
 
 
 @functools.lru_cache(maxsize=16)
-def _tree(file: str, count: int) -> ast.Module:
-    """Returns the syntax tree of a file; an empty one if it is not Python.
-
-    Args:
-      file: path of the source.
-      count: number of its lines, so that another file of the same name is read again.
-    """
-    del count
+def _tree(text: str) -> ast.Module:
+    """Returns the syntax tree of a file; an empty one if it is not Python."""
     try:
-        return ast.parse("".join(linecache.getlines(file)))
+        return ast.parse(text)
     except (SyntaxError, ValueError):
         return ast.Module([], [])
 
 
 @functools.lru_cache(maxsize=16)
-def _imports(file: str, count: int) -> dict[str, str]:
+def _imports(text: str) -> dict[str, str]:
     """Returns the names that a file imports from libraries, with their full names.
 
-    A name that the file defines itself has the full name "". The arguments are those of `_tree`.
+    A name that the file defines itself has the full name "".
     """
-    return dict(pair for node in ast.walk(_tree(file, count)) for pair in _names(node))
+    return dict(pair for node in ast.walk(_tree(text)) for pair in _names(node))
 
 
 def _names(node: ast.AST) -> Iterator[tuple[str, str]]:
@@ -282,7 +274,7 @@ def both(first: str, second: str) -> str:
 
     Fixes of more expressions than a line may have are not added.
     """
-    codes = [_code(fix) for fix in (first, second)]
+    codes = [codes_of(fix) for fix in (first, second)]
     if not codes[1] or all(any(new in old for old in codes[0]) for new in codes[1]):
         return first
     if all(any(old in new for new in codes[1]) for old in codes[0]):
@@ -290,5 +282,6 @@ def both(first: str, second: str) -> str:
     return f"{first}\n{second}" if len(codes[0]) < _MOST_CODES else first
 
 
-def _code(fix: str) -> list[str]:
+def codes_of(fix: str) -> list[str]:
+    """Returns the lines of code of a fix."""
     return [line.strip() for line in fix.splitlines() if line.startswith("    ")]

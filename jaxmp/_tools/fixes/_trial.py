@@ -19,7 +19,7 @@ from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, 
 from typing import NamedTuple
 
 from jaxmp._core import _compat
-from jaxmp._tools.fixes._source import Edit, with_inner
+from jaxmp._tools.fixes._source import Edit, codes_of, with_inner
 
 WORKS, FAILS, NOT_TRIED = "works", "fails", "not tried"
 # Traces with single fixes, if some of them fail together.
@@ -47,7 +47,7 @@ def unified(fix: str, file: str, line: int, edits: Iterable[Edit]) -> tuple[str,
     Returns:
       The fix, and None if some of its code is not an edit, such as a change of the optimizer.
     """
-    code = {text.strip() for text in fix.splitlines() if text.startswith("    ")}
+    code = set(codes_of(fix))
     is_here = lambda edit: (edit.file, edit.line) == (file, line) or edit.where in fix
     chosen = [edit for edit in edits if edit.code in code and is_here(edit)]
     if not code or not code <= {edit.code for edit in chosen}:
@@ -61,7 +61,7 @@ def unified(fix: str, file: str, line: int, edits: Iterable[Edit]) -> tuple[str,
     }
     for edit, other in best.items():
         fix = fix.replace(f"    {edit.code}", f"    {other.code}")
-    return _nested(fix, sorted(set(best.values()), key=lambda e: len(e.old), reverse=True))
+    return _nested(fix, sorted(set(best.values()), key=lambda e: (-len(e.old), e)))
 
 
 def _nested(fix: str, edits: list[Edit]) -> tuple[str, Edits]:
@@ -77,11 +77,16 @@ def _nested(fix: str, edits: list[Edit]) -> tuple[str, Edits]:
         # The outer expression may have been cast to FP32 only because its operand was rounded.
         is_inner = whole.code == outer.old.replace(edit.old, edit.code)
         kept[kept.index(outer)] = edit if is_inner else whole
-        lines = fix.replace(f"    {outer.code}", f"    {whole.code}").splitlines()
-        unused = whole.code if is_inner else edit.code
-        others = [n for n, line in enumerate(lines) if line == f"    {unused}"]
-        fix = "\n".join(x for n, x in enumerate(lines) if not {n, n + 1} & set(others))
+        fix = fix.replace(f"    {outer.code}", f"    {whole.code}")
+        fix = _without(fix, whole.code if is_inner else edit.code)
     return fix, frozenset(kept)
+
+
+def _without(fix: str, code: str) -> str:
+    """Returns a fix without some code and the sentences before it."""
+    lines = fix.splitlines()
+    own = {n for n, line in enumerate(lines) if line == f"    {code}"}
+    return "\n".join(line for n, line in enumerate(lines) if not {n, n + 1} & own)
 
 
 class FixTrial(NamedTuple):
@@ -94,14 +99,10 @@ class FixTrial(NamedTuple):
 
 def with_edits(fix: str, before: Edits, after: Edits) -> str:
     """Returns a printed fix with other edits of the same expressions."""
-    for edit in before - after:
+    for edit in sorted(before - after):
         new = next(e.code for e in after if e[:5] == edit[:5])
-        lines = fix.splitlines()
-        own = [n for n, line in enumerate(lines) if line == f"    {edit.code}"]
-        if new == edit.old:
-            fix = "\n".join(x for n, x in enumerate(lines) if not {n, n + 1} & set(own))
-        else:
-            fix = fix.replace(f"    {edit.code}", f"    {new}")
+        changed = fix.replace(f"    {edit.code}", f"    {new}")
+        fix = _without(fix, edit.code) if new == edit.old else changed
     return fix
 
 
@@ -223,7 +224,7 @@ def _replaceable(functions: list[types.FunctionType]) -> dict[tuple[str, int], l
     for code in {id(function.__code__): function.__code__ for function in functions}.values():
         of_file = codes[code.co_filename]
         is_same = _counterpart(code, of_file, of_file) is not None
-        for line in _lines(code):
+        for line in {line for c in _codes(code) for *_, line in c.co_lines() if line is not None}:
             lines.setdefault((code.co_filename, line), []).append(is_same)
     return lines
 
@@ -318,10 +319,6 @@ def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
     for const in code.co_consts:
         if isinstance(const, types.CodeType):
             yield from _codes(const)
-
-
-def _lines(code: types.CodeType) -> set[int]:
-    return {line for c in _codes(code) for *_, line in c.co_lines() if line is not None}
 
 
 class _Plain(ast.NodeTransformer):

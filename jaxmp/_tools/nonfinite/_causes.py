@@ -113,7 +113,7 @@ class NonfiniteEvidence:
     def expression(self, operation: Operation | None = None) -> _source.Expression:
         """Returns the user's expression that makes an operation."""
         region, _, number = operation or self.op
-        return _source.expression_of(_occurrence(region, number), self.findings)
+        return _occurrence(region, number, self.findings).expression
 
     def is_in(self, package: str) -> bool:
         """Returns True if a package, and not the user's own code, makes the operation."""
@@ -133,11 +133,13 @@ class NonfiniteEvidence:
         return NonfiniteCause(name, message, fix, edits[-1].old, operation, edits)
 
 
-def _occurrence(region: Region, number: int) -> _checks.OpOccurrence:
+def _occurrence(
+    region: Region, number: int, findings: _checks.PendingFindings
+) -> _checks.OpOccurrence:
     """Returns an equation of a region in the form in which the audit reads it."""
-    outer = None if region.outer is None else _occurrence(region.outer, region.key[-1][0])
+    outer = None if region.outer is None else _occurrence(region.outer, region.key[-1][0], findings)
     equation, location = region.equations[number], region.locations[number]
-    return _checks.OpOccurrence(equation, location, 1, region.index, outer)
+    return _checks.OpOccurrence(equation, location, 1, region.index, findings, outer)
 
 
 def cause_of(evidence: NonfiniteEvidence) -> NonfiniteCause:
