@@ -104,8 +104,8 @@ def cost_of(recipe: jaxmp.Recipe, width: int, tokens: int) -> Cost:
     flow, seconds, count, in_fp8 = DataFlow(program), 0.0, 0, 0
     for kernel in kernels(program):
         flops = {True: 0, False: 0}
-        for inside, part in parts(program, kernel):
-            matmul = matmul_of_instruction(flow, kernel, inside, part)
+        for part in parts(program, kernel):
+            matmul = matmul_of_instruction(flow, kernel, part)
             if matmul is not None:
                 is_fp8 = "float8" in matmul.lhs and "float8" in matmul.rhs
                 flops[is_fp8] += matmul.flops

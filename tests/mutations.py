@@ -1092,7 +1092,7 @@ MUTATIONS = [
     Mutation(
         "a parameter that is rounded before its softplus is not found",
         "jaxmp/_tools/audit/_check_ops.py",
-        "    return RoundedParameter(op, message, fix) if is_read",
+        "    return RoundedParameter(op, message, fix) if fix",
         "    return RoundedParameter(op, message, fix) if False",
         ("test_audit_fixes.py::test_parameters_that_enter_an_exponential_are_read_in_fp32",),
     ),
@@ -1469,8 +1469,8 @@ MUTATIONS = [
     Mutation(
         "the audit reports matmuls that a rule wants in FP32",
         "jaxmp/_tools/audit/_check_matmuls.py",
-        "    elif _dtypes.FLOAT32 not in allowed:\n",
-        "    else:\n",
+        "    elif allowed and _dtypes.FLOAT32 not in allowed:\n",
+        "    elif allowed:\n",
         ("test_audit.py::test_a_rule_that_wants_fp32_makes_it_right",),
     ),
     Mutation(

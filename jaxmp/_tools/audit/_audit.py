@@ -190,15 +190,25 @@ def audit_program(
 ) -> tuple[AuditReport, Compiled | None]:
     """Audits a function, and returns the report and the compiled program, if there is one."""
 
+    def walked(has_fixes: bool = True) -> tuple[_auditor.Auditor, _trace.Traced]:
+        """Traces the function, and walks over its program."""
+        with _trial.without_collection():
+            traced, auditor = _trace.trace(fn, args, kwargs), _auditor.Auditor(context)
+            auditor.findings.reads_source = has_fixes
+            _check_state.label_arguments(auditor, traced)
+            # Masks that attention makes for its own derivative are not the model's.
+            auditor.run(_static_values.Scope(traced.closed, stops=_checks.is_attention))
+        return auditor, traced
+
     def again(has_fixes: bool) -> tuple[AuditReport, list[_source.Edit]]:
-        auditor, traced = _walked(context, fn, args, kwargs, has_fixes=has_fixes)
+        auditor, traced = walked(has_fixes)
         report = _make_report.make_report(auditor, traced, None, function=fn, chip=None)
         return report, auditor.findings.edits
 
     with contextlib.nullcontext() if chip is None else _targets.default_target(chip):
         for arg in (*args, *kwargs.values()):
             check_plain_loop(arg)
-        auditor, traced = _walked(context, fn, args, kwargs)
+        auditor, traced = walked()
         compiled = None
         if chip is not None and not chip.uncompiled:
             compiled = compile_for(chip, traced, compiler)
@@ -206,21 +216,3 @@ def audit_program(
         if try_fixes:
             report = _make_report.with_trials(report, auditor.findings.edits, again)
     return report, compiled
-
-
-def _walked(
-    context: _auditor.PolicyContext,
-    fn: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    *,
-    has_fixes: bool = True,
-) -> tuple[_auditor.Auditor, _trace.Traced]:
-    """Traces a function, and walks over its program."""
-    with _trial.without_collection():
-        traced, auditor = _trace.trace(fn, args, kwargs), _auditor.Auditor(context)
-        auditor.findings.reads_source = has_fixes
-        _check_state.label_arguments(auditor, traced)
-        # Masks that attention makes for its own derivative are not the model's.
-        auditor.run(_static_values.Scope(traced.closed, stops=_checks.is_attention))
-    return auditor, traced

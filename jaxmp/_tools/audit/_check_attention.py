@@ -196,10 +196,8 @@ def check_masks(audit: _auditor.Auditor, traced: _trace.Traced) -> None:
     paths = list(map(repr, dict.fromkeys(paths)))
     paths[2:] = [f"{len(paths) - 2} more layers"] if len(paths) > 2 else []
     if paths:
-        audit.notes[
-            f"the declared masks of {' and '.join(paths)} depend on the program's inputs and"
-            " were not compared; pass arrays instead of shapes"
-        ] = None
+        note = f"the declared masks of {' and '.join(paths)} depend on the program's inputs and"
+        audit.notes[f"{note} were not compared; pass arrays instead of shapes"] = None
     passed = _with_structures(audit.collected[_PassedMask])
     in_layer = lambda op: is_within(op.equation.source_info, layer_attention)
     structures = {actual for op, actual in passed if in_layer(op)} | {mask for mask, _ in declared}
@@ -272,10 +270,9 @@ def _fix_declaration(actual: Declaration, path: str | None) -> str:
     if path is not None:
         rules = f"policies = jaxmp.PolicyMap(recipe, [{python}])"
         python = f"{rules}; recipe = recipe.replace(policies=policies)"
-    return (
-        "Declare the mask in the recipe; the model is not edited:\n"
-        f"    {python}\nOr in the recipe file:\n" + "\n".join(f"    {line}" for line in toml)
-    )
+    intro = "Declare the mask in the recipe; the model is not edited"
+    code = "\n".join(f"    {line}" for line in toml)
+    return f"{intro}:\n    {python}\nOr in the recipe file:\n{code}"
 
 
 def _fix_argument(actual: Declaration) -> str:

@@ -126,17 +126,16 @@ FP8_FALLBACK = Check(
 @NOT_FP8.on_matmul
 def check_layers(op: OpOccurrence, matmul: _matmuls.Matmul, flops: int, audit: Auditor) -> None:
     """Reports a linear layer in 16 bits for which the policies require FP8."""
-    operands, is_low = op.operands[:2], is_16bit(matmul.lhs) and is_16bit(matmul.rhs)
     if not op.is_forward or not audit.context.requires_fp8(op.location):
         return
     if is_fp8(matmul.lhs) and is_fp8(matmul.rhs):
         _note_tokens(op, audit)
-    if not is_low:
+    if not (is_16bit(matmul.lhs) and is_16bit(matmul.rhs)):
         return
     form, why = _fp8_forms.excluded_form(op.equation)
     if form:
         # The batched matmuls of attention have no kernel.
-        if form != _fp8_forms.FORMS["dot_general"][0] or audit.flow.labels(From, *operands):
+        if form != _fp8_forms.FORMS["dot_general"][0] or audit.flow.labels(From, *op.operands[:2]):
             message = f"{form} of {matmul.lhs.name}, but the policies require FP8: {why}."
             audit.add(NOT_FP8, op, message, _exclude(op), flops=flops)
         return

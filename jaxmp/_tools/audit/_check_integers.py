@@ -10,7 +10,7 @@ import numpy as np
 
 from jaxmp._core import _dtypes
 from jaxmp._programs import _jaxprs, _operations
-from jaxmp._tools.audit import _auditor, _check_ops, _checks, _labels, _origins
+from jaxmp._tools.audit import _auditor, _check_ops, _checks, _dataflow, _labels, _origins
 
 ROUNDED_INPUT = _checks.Check(
     id="rounded_input",
@@ -68,9 +68,9 @@ def label_value(op: _checks.OpOccurrence, audit: _auditor.Auditor) -> RoundedVal
 def label_complement(op: _checks.OpOccurrence, audit: _auditor.Auditor) -> None:
     """Labels 1 minus a rounded array."""
     minuend, var = op.operands
-    if _jaxprs.is_literal(minuend) and minuend.aval.size == 1 and float(minuend.val) == 1:
-        for label in audit.flow.labels(RoundedValue, var):
-            audit.flow.mark(op.result, _Complement(label))
+    is_one = _dataflow.number_of(minuend) == 1
+    for label in audit.flow.labels(RoundedValue, var) if is_one else ():
+        audit.flow.mark(op.result, _Complement(label))
 
 
 @ROUNDED_INPUT.on_operation("sqrt", "rsqrt", "log", "pow")

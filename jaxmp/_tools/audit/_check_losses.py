@@ -4,10 +4,8 @@ probabilities.
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import math
-from collections.abc import Iterator
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -15,8 +13,8 @@ import numpy as np
 
 from jaxmp import losses
 from jaxmp._core._dtypes import FLOAT32, is_16bit
-from jaxmp._programs import _analysis, _jaxprs, _locations, _uses
-from jaxmp._tools.audit import _checks, _labels, _trace
+from jaxmp._programs import _jaxprs, _locations, _uses
+from jaxmp._tools.audit import _checks, _dataflow, _labels, _trace
 from jaxmp._tools.audit._auditor import Auditor
 from jaxmp._tools.audit._check_ops import LOSS_16BIT
 from jaxmp._tools.audit._checks import Check, OpOccurrence
@@ -318,7 +316,9 @@ def label_difference_of_output(op: OpOccurrence, audit: Auditor) -> None:
         for rounded in audit.flow.labels(RoundingError, var):
             if isinstance(rounded, UserCast) and _is_zero(other, op, audit):
                 continue  # A softplus, which rounds no more than its operand.
-            is_made_of = any(_has_error(rounded.op, x, audit) for x in _near(other, op.body))
+            is_made_of = any(
+                _has_error(rounded.op, x, audit) for x in _dataflow.near(other, op.body)
+            )
             if not is_made_of or _are_slices(rounded.op, var, other, op, audit):
                 audit.flow.mark(op.result, _Difference(rounded))
 
@@ -332,16 +332,13 @@ def _are_slices(
     rounding: OpOccurrence, var: _jaxprs.Atom, other: _jaxprs.Atom, op: OpOccurrence, audit: Auditor
 ) -> bool:
     """Returns True for different slices of a rounded value: the values of two time steps."""
-    first, second = (
-        {
-            source
-            for source in _near(each, op.body)
-            if (maker := op.body.maker(source)) is not None
-            and maker.primitive.name in _SLICES
-            and _has_error(rounding, maker.invars[0], audit)
-        }
-        for each in (var, other)
-    )
+
+    def is_slice(source: _jaxprs.Atom) -> bool:
+        maker = op.body.maker(source)
+        is_made = maker is not None and maker.primitive.name in _SLICES
+        return is_made and _has_error(rounding, maker.invars[0], audit)
+
+    first, second = (set(filter(is_slice, _dataflow.near(each, op.body))) for each in (var, other))
     return bool(first - second and second - first)
 
 
@@ -351,23 +348,6 @@ _SLICES = _checks.named("slice dynamic_slice gather split")
 def _has_error(rounding: OpOccurrence, var: _jaxprs.Atom, audit: Auditor) -> bool:
     labels = (x for x in audit.flow.of(var) if isinstance(x, (RoundingError, _labels.Logits)))
     return any(label.op.equation is rounding.equation for label in labels)
-
-
-def _near(var: _jaxprs.Atom, body: _analysis.Body) -> Iterator[_jaxprs.Atom]:
-    """Yields a value and the first values that it is computed from."""
-    sources, waiting = set[_jaxprs.Atom](), collections.deque([var])
-    while waiting and len(sources) < _NEAR:
-        source = waiting.popleft()
-        if _jaxprs.is_literal(source) or source in sources:
-            continue
-        yield source
-        sources.add(source)
-        maker = body.maker(source)
-        waiting += maker.invars if maker is not None else ()
-
-
-# A mean or a largest element is made of its array by few operations.
-_NEAR = 32
 
 
 @ROUNDED_OUTPUT.on_operation("reduce_sum")

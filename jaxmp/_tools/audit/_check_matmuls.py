@@ -6,7 +6,6 @@ import math
 from typing import NamedTuple
 
 import jax.numpy as jnp
-import numpy as np
 
 from jaxmp._core import _dtypes
 from jaxmp._programs import _constructs, _locations, _matmuls, _operations, _uses
@@ -50,8 +49,9 @@ def check_promotion(op: OpOccurrence, audit: Auditor) -> None:
     if AUTOCAST in str(op.equation.source_info.name_stack) or not op.is_forward:
         return
     (operand,), result = op.operands, op.result
-    source, target = _checks.dtype_of(operand), _checks.dtype_of(result)
-    if not _is_wider(source, target) or math.prod(operand.aval.shape) <= 1:
+    source, target = _checks.dtype_of(operand), op.dtype
+    is_wider = {source, target} <= _checks.FLOATS and source.itemsize < target.itemsize
+    if not is_wider or math.prod(operand.aval.shape) <= 1:
         return
     allowed = audit.context.allowed_dtypes(op.location)
     is_fp32_module = bool(allowed) and not any(_dtypes.is_16bit(dtype) for dtype in allowed)
@@ -94,12 +94,6 @@ def promotion_fix(op: OpOccurrence, audit: Auditor) -> str:
     return audit.promotion_fixes.get((op.location.names, op.line), "")
 
 
-def _is_wider(source: np.dtype, target: np.dtype) -> bool:
-    return (_dtypes.is_16bit(source) and target == _dtypes.FLOAT32) or (
-        target == _dtypes.FLOAT64 and (_dtypes.is_16bit(source) or source == _dtypes.FLOAT32)
-    )
-
-
 def _label_promotion(
     op: OpOccurrence, reader: Equation, others: list[Atom], audit: Auditor
 ) -> None:
@@ -136,10 +130,8 @@ def _fix_promotion(op: OpOccurrence, upcast: Atom, others: list[Atom], source: s
     if not op.is_own_call:
         if not is_in_flax(op):
             return in_words(op)
-        return (
-            f"Set dtype=jnp.{source} in the layer, or cast its result:\n"
-            f"    y = y.astype(jnp.{source})"
-        )
+        layer = f"Set dtype=jnp.{source} in the layer, or cast its result"
+        return f"{layer}:\n    y = y.astype(jnp.{source})"
     literals = [var for var in others if is_literal(var)]
     index = next(n for n, var in enumerate(op.operands) if var is not upcast)
     if literals:
@@ -245,9 +237,10 @@ def check_fp32(op: OpOccurrence, matmul: _matmuls.Matmul, flops: int, audit: Aud
     allowed = audit.context.allowed_dtypes(op.location)
     if _is_router(op, audit):
         audit.notes[f"the FP32 matmul at {op.where} chooses experts or classes"] = None
-    elif not allowed:
-        _check_upcast(op, flops, audit)
-    elif _dtypes.FLOAT32 not in allowed:
+    elif not allowed and _locations.FULL_PRECISION not in op.location.names:
+        if _labels.WAS_16_BITS in audit.flow.of_all(op.operands[:2]):
+            _report_fp32(op, "", flops, audit)
+    elif allowed and _dtypes.FLOAT32 not in allowed:
         _report_fp32(op, min(dtype.name for dtype in allowed), flops, audit)
 
 
@@ -312,24 +305,17 @@ def report_bytes(audit: Auditor, _: _trace.Traced) -> None:
             finding.message = f"{message}; it moves {_section.bytes_text(size)}, {share}."
 
 
-def _check_upcast(op: OpOccurrence, flops: int, audit: Auditor) -> None:
-    if _locations.FULL_PRECISION in op.location.names:
-        return
-    if _labels.WAS_16_BITS in audit.flow.of_all(op.operands[:2]):
-        message = f"{op.name} of float32, and an operand was cast up from 16 bits."
-        fix = promotion_fix(op, audit) or _fix_rule(op, audit) or fix_casts(op)
-        fix = fix or apply_code(op, audit.context)
-        audit.add(FP32_MATMUL, op, message, fix, flops=flops)
-
-
 def _report_fp32(op: OpOccurrence, required: str, flops: int, audit: Auditor) -> None:
     options = _operations.arithmetic_of(op.equation)
-    is_highest = options is not None and options.is_highest
-    message = f"{op.name} of float32, but the policies require {required}"
-    message += "; the code sets precision=HIGHEST." if is_highest else "."
+    is_highest = bool(required) and options is not None and options.is_highest
+    reason = "and an operand was cast up from 16 bits"
+    if required:
+        reason = f"but the policies require {required}"
+        reason += "; the code sets precision=HIGHEST" if is_highest else ""
+    message = f"{op.name} of float32, {reason}."
     fix = promotion_fix(op, audit) or _fix_rule(op, audit) or fix_casts(op)
     # A rule for the root would reach its own operations alone.
-    if op.module and not promotion_fix(op, audit):
+    if required and op.module and not promotion_fix(op, audit):
         rule = f"**/{op.module.rpartition('/')[2]}"
         fix = fix or f"Apply the policies:\n    {apply_code(op, audit.context)}"
         code = audit.context.with_rule(f"jaxmp.Rule({rule!r}, 'c=f32')")

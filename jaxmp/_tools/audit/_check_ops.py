@@ -146,13 +146,10 @@ def _is_divided(total: _jaxprs.Equation, op: _checks.OpOccurrence) -> bool:
             return True
         for reader, place in _origins.readers_of(var, within):
             name, inside = reader.primitive.name, list(_jaxprs.sub_jaxprs(reader))
-            names = {
-                each.primitive.name for jaxpr in inside for each in _jaxprs.equations(jaxpr)
-            } | {name}
+            names = {name}.union(*map(_analysis.primitives, inside))
             is_numerator = name == "div" and var is reader.invars[0]
-            if (names & _DIVIDES and not is_numerator) or (
-                inside and name not in _constructs.CALLS
-            ):
+            is_divisor = bool(names & _DIVIDES) and not is_numerator
+            if is_divisor or (inside and name not in _constructs.CALLS):
                 return True
             if name in _constructs.CALLS | _KEEPS_SUM:
                 waiting += [(result, place) for result in reader.outvars]
@@ -367,12 +364,8 @@ def _is_bounded(equation: _jaxprs.Equation, body: _analysis.Body) -> bool:
         positive = body.maker(maker.invars[0])
         return positive is not None and positive.primitive.name in ("abs", "square")
     is_choice = name in ("select_n", "min") or _operations.name_of(maker) == "_where"
-    return is_choice and any(_is_zero(var, body) for var in maker.invars)
-
-
-def _is_zero(var: _jaxprs.Atom, body: _analysis.Body) -> bool:
-    source = body.source_of(var, _checks.LAYOUT)
-    return _jaxprs.is_literal(source) and source.aval.size == 1 and float(source.val) == 0
+    sources = (body.source_of(var, _checks.LAYOUT) for var in maker.invars)
+    return is_choice and any(_dataflow.number_of(source) == 0 for source in sources)
 
 
 def counts_largest(op: _checks.OpOccurrence) -> bool:

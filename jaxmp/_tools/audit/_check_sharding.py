@@ -88,15 +88,13 @@ def _report_reduction(reduction: _labels.Reduction16Bit, audit: _auditor.Auditor
     message = f"gradients are summed over devices in {dtype} ({op.name})."
     # A quotient after the sum stays, so that the code keeps the function.
     fix = fix_origins(op) or fix_expression("Sum in FP32", op)
-    fix = fix if "\n" in fix else ""
-    fix = fix or f"jax.lax.pmean(jax.tree.map(lambda g: g.astype(jnp.float32), grads), {name})"
+    if "\n" not in fix:
+        fix = f"jax.lax.pmean(jax.tree.map(lambda g: g.astype(jnp.float32), grads), {name})"
     if op.name == "reduce_scatter" and op.is_backward:
         fix = _FIX_GATHER_VJP.format(name=name, dtype=dtype)
     elif op.is_backward:
-        fix = (
-            "Let JAX sum the gradient of the FP32 parameters, before the loss casts them:\n"
-            f"    params = jax.lax.pcast(params, {name}, to='varying')"
-        )
+        fix = "Let JAX sum the gradient of the FP32 parameters, before the loss casts them:\n"
+        fix += f"    params = jax.lax.pcast(params, {name}, to='varying')"
     severity = _checks.ERROR if audit.context.requires_fp32_reductions else _checks.WARNING
     audit.add(ALL_REDUCE_16BIT, op, message, fix, severity=severity)
 
@@ -114,13 +112,11 @@ def gather_of(row: CollectiveRow, audit: _auditor.Auditor) -> Constraint | None:
     XLA names many gathers after the arguments, without a line. Then the constraint has the same
     module and number of elements.
     """
-    gathers = [
-        each
-        for each in audit.collected[Constraint]
-        if _locations.module_of(each.op.location.names, audit.root) == row.module
-        and (not row.file or each.op.line == (row.file, row.line))
-        and _split_of(each, audit) is not None
-    ]
+    module_of = lambda each: _locations.module_of(each.op.location.names, audit.root)
+    gathers = [c for c in audit.collected[Constraint] if module_of(c) == row.module]
+    if row.file:
+        gathers = [each for each in gathers if each.op.line == (row.file, row.line)]
+    gathers = [each for each in gathers if _split_of(each, audit) is not None]
     elements = row.bytes // row.count // (8 if row.dtype == "float64" else 4)
     difference = lambda each: abs(each.op.operands[0].aval.size - elements)
     return min(gathers, key=difference, default=None)
@@ -268,7 +264,7 @@ _CALL_WITH_SPLIT = """\
 def check_reductions(program: CompiledProgram, audit: _auditor.Auditor) -> Iterator[Finding]:
     """Reports sums over devices in 16 bits that the compiler inserted."""
     reported = {(f.file, f.line) for f in program.traced if f.check == ALL_REDUCE_16BIT.id}
-    for row in _large(program.rows.collectives):
+    for row in _large(program):
         is_sum = row.operation in ("all-reduce", "reduce-scatter") and row.dtype in _HALF
         if not is_sum or (row.file, row.line) in reported:
             continue
@@ -293,9 +289,10 @@ def collect_constraints(op: _checks.OpOccurrence, audit: _auditor.Auditor) -> No
 def check_gathers(program: CompiledProgram, audit: _auditor.Auditor) -> Iterator[Finding]:
     """Reports weights that devices gather in a wider dtype than operations read."""
     updates: list[CollectiveRow] = []
-    for row in _gathers(program, _WIDE):
-        has_policies = audit.context.policies is not None
-        if has_policies and not requires_16_bits(audit, row.module):
+    has_policies = audit.context.policies is not None
+    for row in _large(program, operation="all-gather"):
+        is_allowed = has_policies and not requires_16_bits(audit, row.module)
+        if row.dtype not in _WIDE or is_allowed:
             continue
         if row.content == _hlo_collectives.UPDATE and has_policies:
             updates.append(row)
@@ -319,27 +316,23 @@ def check_gathers(program: CompiledProgram, audit: _auditor.Auditor) -> Iterator
 @ACTIVATION_ALL_GATHER.on_compiled
 def check_activations(program: CompiledProgram, _: _auditor.Auditor) -> Iterator[Finding]:
     """Reports activations that devices gather where they could gather weights."""
-    rows = [
-        row
-        for row in _gathers(program)
-        if row.content == _hlo_collectives.ACTIVATION
-        and row.in_matmul
-        and not program.fsdp_axes.isdisjoint(row.axes)
-    ]
-    weights = [row for row in _gathers(program) if row.content == _hlo_collectives.WEIGHT]
+    activations = _large(program, _hlo_collectives.ACTIVATION, "all-gather")
+    axes = program.fsdp_axes
+    rows = [row for row in activations if row.in_matmul and not axes.isdisjoint(row.axes)]
+    weights = _large(program, _hlo_collectives.WEIGHT, "all-gather")
     if _bytes(rows) > _FEW * _bytes(weights):
-        axis = next(name for name in rows[0].axes if name in program.fsdp_axes)
+        axis = next(name for name in rows[0].axes if name in axes)
         message = (
-            f"activations are gathered over the axis {axis!r}, which splits the"
-            " parameters and the batch, instead of weights."
+            f"activations are gathered over the axis {axis!r}, which splits the parameters and"
         )
+        message += " the batch, instead of weights."
         yield _whole(ACTIVATION_ALL_GATHER, rows, message, _FIX_ACTIVATIONS.format(axis=axis))
 
 
 @KEPT_WEIGHTS.on_compiled
 def check_kept_weights(program: CompiledProgram, audit: _auditor.Auditor) -> Iterator[Finding]:
     """Reports gathered weights that the backward pass reads."""
-    weights = [row for row in _gathers(program) if row.content == _hlo_collectives.WEIGHT]
+    weights = _large(program, _hlo_collectives.WEIGHT, "all-gather")
     rows = [row for row in weights if row.is_kept]
     # The backward pass reads the last weights, such as those of the head, at once.
     if _bytes(rows) > _FEW * _bytes(weights):
@@ -373,21 +366,18 @@ def collect_loops(op: _checks.OpOccurrence, audit: _auditor.Auditor) -> None:
 def check_microbatches(program: CompiledProgram, audit: _auditor.Auditor) -> Iterator[Finding]:
     """Reports sums of gradients in a loop over microbatches."""
     loops = audit.collected[_MicrobatchLoop]
-    rows = [
-        row
-        for row in _large(program.rows.collectives)
-        if row.content == _hlo_collectives.WEIGHT_GRADIENT and row.in_outer_loop and row.axes
-    ]
+    gradients = _large(program, _hlo_collectives.WEIGHT_GRADIENT)
+    rows = [row for row in gradients if row.in_outer_loop and row.axes]
     if loops and rows:
         length = loops[0].length
-        message = (
-            f"gradients are summed over devices in a loop over"
-            f" {length or 'an unknown number of'} microbatches, once in each of them."
-        )
+        count = length or "an unknown number of"
+        message = f"gradients are summed over devices in a loop over {count} microbatches, once in"
+        message += " each of them."
         axis = rows[0].axes[0]
         fix = _FIX_MICROBATCHES.format(length=length or "k", axis=axis)
         if axis in program.fsdp_axes:
-            fix += _CALL_WITH_SPLIT.format(dtype=_half_dtype(program.rows.collectives))
+            weights = _large(program, _hlo_collectives.WEIGHT, at_least=0)
+            fix += _CALL_WITH_SPLIT.format(dtype=_half_dtype(weights))
         else:
             fix += _CALL_WITH_WHOLE
         yield _whole(REDUCTION_PER_MICROBATCH, rows, message, fix)
@@ -395,22 +385,19 @@ def check_microbatches(program: CompiledProgram, audit: _auditor.Auditor) -> Ite
 
 def _half_dtype(rows: Iterable[CollectiveRow]) -> str:
     """Returns the 16-bit dtype in which weights are read; "bfloat16" if there is none."""
-    dtypes = (
-        row.read_as
-        for row in rows
-        if row.content == _hlo_collectives.WEIGHT and row.read_as in _HALF
-    )
-    return next(dtypes, "bfloat16")
+    return next((row.read_as for row in rows if row.read_as in _HALF), "bfloat16")
 
 
-def _large(rows: Iterable[CollectiveRow]) -> Iterator[CollectiveRow]:
-    return (row for row in rows if row.bytes >= _SMALL * row.count)
-
-
-def _gathers(program: CompiledProgram, dtypes: tuple[str, ...] = ()) -> Iterator[CollectiveRow]:
-    for row in _large(program.rows.collectives):
-        if row.operation == "all-gather" and (not dtypes or row.dtype in dtypes):
-            yield row
+def _large(
+    program: CompiledProgram, content: str = "", operation: str = "", at_least: int = _SMALL
+) -> list[CollectiveRow]:
+    """Returns the collectives of arrays of a size, in bytes; "" for any content or operation."""
+    return [
+        row
+        for row in program.rows.collectives
+        if content in ("", row.content) and operation in ("", row.operation)
+        if row.bytes >= at_least * row.count
+    ]
 
 
 def _bytes(rows: list[CollectiveRow]) -> int:

@@ -12,9 +12,9 @@ from jaxmp._tools.audit._auditor import Auditor
 from jaxmp._tools.audit._check_compiled import CompiledProgram
 from jaxmp._tools.audit._checks import LAYOUT, NOTE, Check, OpOccurrence, dtype_of, named
 from jaxmp._tools.audit._dataflow import From
-from jaxmp._tools.audit._hlo import Computation, Instruction, Program, Step
+from jaxmp._tools.audit._hlo import Instruction, Program, Step
 from jaxmp._tools.audit._hlo_kernels import accessed, kernels, results, written
-from jaxmp._tools.audit._hlo_matmuls import is_matmul, parts, shape_of
+from jaxmp._tools.audit._hlo_matmuls import is_matmul, parts
 from jaxmp._tools.audit._hlo_stats import fused_attention, required_bytes, source_of
 from jaxmp._tools.audit._labels import Fact
 from jaxmp._tools.audit._rows import Finding
@@ -121,7 +121,8 @@ def _repetitions(program: Program, run: list[Step], free: int) -> Note:
     named = [(step, results(program, step.instruction)[0]) for step in run]
     again = [pair for pair in named if all(map(_repeats, results(program, pair[0].instruction)))]
     size = sum(written(program, step) for step, _ in again)
-    has_matmul = any(is_matmul(part) for step, _ in again for _, part in parts(program, step))
+    inside = (part.instruction for step, _ in again for part in parts(program, step))
+    has_matmul = any(map(is_matmul, inside))
     text = f"{counted(len(again), 'kernel')} repeat the forward pass. Their results would take"
     text += f" {bytes_text(size)} of memory, and {bytes_text(free)} are free. They move"
     sizes = [(step.times * accessed(program, step), first) for step, first in again]
@@ -140,44 +141,39 @@ def _repeats(value: Instruction) -> bool:
 
 def _losses(program: Program, run: list[Step], chip: _targets.Target) -> Iterator[Note]:
     """Yields the matmuls of the logits of losses, with the bytes that the losses could save."""
-    values = ((step.times, *part) for step in run for part in parts(program, step))
-    matmuls = {v[2].shapes[0].sizes: v for v in values if is_matmul(v[2])}
+    made = [part for step in run for part in parts(program, step)]
+    matmuls = {v.instruction.shapes[0].sizes: v for v in made if is_matmul(v.instruction)}
     matmuls = {n: v for n, v in matmuls.items() if len(n) == 2 and n[1] >= _LEAST_CLASSES}
-    for sizes, (times, inside, part) in matmuls.items():
+    for sizes, matmul in matmuls.items():
         moved = [(step, _touched(program, step, sizes)) for step in run]
         if any(size and _has_softmax(program, step, math.prod(sizes)) for step, size in moved):
             total = sum(size for _, size in moved)
             with _targets.default_target(chip.name):
-                saved = total - _least(inside, part, times)
-            text = f"kernels move {times * sizes[0]:,} x {sizes[1]:,} logits and their gradients:"
-            text += f" {bytes_text(total)}. linear_cross_entropy saves"
-            yield STORED_LOGITS, text, [(saved, part)]
+                saved = total - _least(matmul)
+            text = f"kernels move {matmul.times * sizes[0]:,} x {sizes[1]:,} logits and their"
+            text += f" gradients: {bytes_text(total)}. linear_cross_entropy saves"
+            yield STORED_LOGITS, text, [(saved, matmul.instruction)]
 
 
 def _touched(program: Program, step: Step, sizes: tuple[int, ...]) -> int:
     """Returns the bytes of logits and their gradients that a kernel reads and writes."""
-    operands = [step.computation.instructions[name] for name in step.instruction.operands]
-    shapes = [shape for value in (step.instruction, *operands) for shape in value.shapes]
+    shapes = [shape for value in (step.instruction, *step.operands) for shape in value.shapes]
     alike = [s for s in shapes if s.sizes[-1:] == sizes[1:] and s.elements == math.prod(sizes)]
     return step.times * min(sum(s.bytes for s in alike), accessed(program, step)) if alike else 0
 
 
 def _has_softmax(program: Program, step: Step, elements: int) -> bool:
     """Returns True for a kernel with exponentials of logits minus their maximum."""
-    exponentials = (pair for pair in parts(program, step) if pair[1].opcode == "exponential")
-    return any(
-        inside.instructions[part.operands[0]].opcode == "subtract"
-        for inside, part in exponentials
-        if part.shapes[0].elements == elements
-    )
+    made = (part for part in parts(program, step) if part.instruction.opcode == "exponential")
+    exponentials = (part for part in made if part.instruction.shapes[0].elements == elements)
+    return any(part.operands[0].opcode == "subtract" for part in exponentials)
 
 
-def _least(inside: Computation, logits: Instruction, times: int) -> int:
+def _least(logits: Step) -> int:
     """Returns the bytes that `linear_cross_entropy` moves where another loss moves logits."""
-    rows, classes = logits.shapes[0].sizes
-    lhs, rhs = (shape_of(inside, name) for name in logits.operands[:2])
+    (rows, classes), lhs, rhs = logits.instruction.shapes[0].sizes, logits.shape(0), logits.shape(1)
     width = math.isqrt(lhs.elements * rhs.elements // (rows * classes))
-    rows, size = rows * times, lhs.bytes // lhs.elements
+    rows, size = rows * logits.times, lhs.bytes // lhs.elements
     chunks = -(-rows // chunk_rows(None, rows, classes))
     # FP32 logits are written once and read twice, as are gradients in the dtype of the operands.
     passes = 3 * (4 + size) * rows * classes

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import jax.tree_util as jtu
@@ -137,10 +137,8 @@ def check_unused_scale(audit: _auditor.Auditor, traced: Traced) -> Iterator[Find
     for location, var in traced.dynamic_scales() if audit.has_backward else ():
         if not audit.flow.scaled_by.isdisjoint(_dataflow.powers_of(audit.flow.of(var))):
             continue
-        message = (
-            f"the dynamic loss scale at {location} is not applied to the loss, so small float16"
-            " gradients underflow."
-        )
+        message = f"the dynamic loss scale at {location} is not applied to the loss, so small"
+        message += " float16 gradients underflow."
         yield UNUSED_LOSS_SCALE.finding(message, _FIX_NNX * bool(traced.nnx_count))
 
 
@@ -170,13 +168,10 @@ def _optimizer_state_finding(
 
 def _moments_by_choice(traced: Traced) -> set[int]:
     """Returns the numbers of the arguments that `moment_dtype` stores in 16 bits."""
-    first, positions = 0, set[int]()
     is_chosen = lambda node: isinstance(node, _moments.MomentState)
-    for node in jtu.tree_leaves(traced.arguments, is_leaf=is_chosen):
-        size = len(jtu.tree_leaves(node))
-        positions |= set(range(first, first + size)) if is_chosen(node) else set()
-        first += size
-    return {n for n, position in enumerate(traced.positions) if position in positions}
+    nodes = jtu.tree_leaves(traced.arguments, is_leaf=is_chosen)
+    flags = [is_chosen(node) for node in nodes for _ in jtu.tree_leaves(node)]
+    return {n for n, position in enumerate(traced.positions) if flags[position]}
 
 
 def _is_rounded(node: object) -> bool:
@@ -245,29 +240,23 @@ class _Step:
 
     def is_average(self, update: Update) -> bool:
         """Returns True for an average of parameters, such as an EMA."""
+        is_16bit = lambda n: _dtypes.is_16bit(self.avals[n].dtype)
+        shapes_of = lambda numbers: {self.avals[n].shape for n in numbers}
         is_added = lambda update: update.factor == _dataflow.PLUS and update.has_gradient
-        masters = {
-            n
-            for n, row in self.updates.items()
-            if not _dtypes.is_16bit(self.dtypes[n]) and any(map(is_added, row))
-        }
+        masters = {n for n, row in self.updates.items() if any(map(is_added, row))}
+        masters -= set(filter(is_16bit, masters))
         # A parameter of the last step, which a master in the state replaces.
         packed = [n for n, leaf in enumerate(self.leaves) if leaf.role == _roles.REMAINDER]
-        shapes = {self.avals[n].shape for n in (*masters, *packed)}
-        stored = {
-            n
-            for n in self.flow.differentiated
-            if _dtypes.is_16bit(self.avals[n].dtype) and self.avals[n].shape in shapes
-        }
+        shapes = shapes_of((*masters, *packed))
+        stored = set(filter(is_16bit, self.flow.differentiated))
+        stored = {n for n in stored if self.avals[n].shape in shapes}
         trained = masters | stored | (self.flow.differentiated & self.learned)
         # A parameter of which a small part is subtracted (weight decay) is not an average.
         is_parameter = update.factor == _dataflow.PLUS and update.number in self.flow.differentiated
         # New parameters with packed masters are bits, which have no summands.
-        is_beside_packed = (
-            update.has_gradient
-            and update.factor != _dataflow.PLUS
-            and not self.in_optimizer[update.number]
-        ) and self.avals[update.number].shape in {self.avals[n].shape for n in packed}
+        is_beside_packed = self.avals[update.number].shape in shapes_of(packed)
+        is_beside_packed &= update.has_gradient and update.factor != _dataflow.PLUS
+        is_beside_packed &= not self.in_optimizer[update.number]
         return not is_parameter and (bool(update.others & trained) or is_beside_packed)
 
     def is_gradient_sum(self, update: Update) -> bool:
@@ -276,12 +265,7 @@ class _Step:
         return not is_read and update.has_gradient and not self.is_average(update)
 
     def findings(
-        self,
-        check: _checks.Check,
-        updates: list[Update],
-        text: str,
-        fix: str,
-        severity: str = _checks.ERROR,
+        self, check: _checks.Check, updates: list[Update], text: str, fix: str, **fields: Any
     ) -> Iterator[Finding]:
         """Yields one finding for each dtype of some updated arguments.
 
@@ -290,13 +274,13 @@ class _Step:
           updates: one of each argument.
           text: the predicate of the message, with the names of `_TEXTS` in braces.
           fix: the remedy, with the same names.
-          severity: "error" or "warning".
+          **fields: other fields of the finding.
         """
         for dtype in sorted({self.dtypes[update.number].name for update in updates}):
             own = [update for update in updates if self.dtypes[update.number].name == dtype]
             message = f"arguments in {dtype}, such as {self.locations[own[0].number]}, {text}."
-            texts, op = (_fill(message, dtype), _fill(fix, dtype)), own[0].op
-            yield check.finding(*texts, op, severity=severity, count=len(own))
+            texts = _fill(message, dtype), _fill(fix, dtype)
+            yield check.finding(*texts, own[0].op, count=len(own), **fields)
 
     def fix(self, update: Update, wide: str = "float32") -> str:
         """Returns code that makes an argument in FP32, and does not round its new value.
@@ -311,10 +295,9 @@ class _Step:
         for reader in (update.op.equation, *update.op.body.readers(result)):
             cast = update.op.made(reader)
             is_cast = reader.primitive.name == "convert_element_type"
-            if is_cast and _dtypes.is_16bit(_checks.dtype_of(reader.outvars[0])):
-                code = _rewrite.in_fp32(cast.expression)
-                line = f"\nAt {cast.where}, do not round to 16 bits:\n    {code}"
-                fix += line if code else ""
+            is_rounding = is_cast and _dtypes.is_16bit(cast.dtype)
+            code = _rewrite.in_fp32(cast.expression) if is_rounding else ""
+            fix += f"\nAt {cast.where}, do not round to 16 bits:\n    {code}" if code else ""
         return fix
 
 
@@ -353,7 +336,7 @@ def check_masters(audit: _auditor.Auditor, traced: Traced) -> Iterator[Finding]:
         "    loss_fn(jax.tree.map(lambda p: p.astype(jnp.{dtype}), params))"
     )
     text = "are updated without FP32 masters: updates below {least} of a value are rounded away"
-    yield from step.findings(MISSING_MASTER, updates, text, fix, severity)
+    yield from step.findings(MISSING_MASTER, updates, text, fix, severity=severity)
 
 
 @MISSING_MASTER.on_program

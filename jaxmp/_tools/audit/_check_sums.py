@@ -290,7 +290,7 @@ def _linear_after(equation: _jaxprs.Equation, facts: list[Any]) -> _Linear | Lit
         return _Linear(linear.factor if len(rows) == 1 else None, is_scaled, equation)
     if len(rows) == 1 and (name == "mul" or (name == "div" and is_first)):
         other = operands[1] if is_first else operands[0]
-        constant = float(other.val) if _jaxprs.is_literal(other) and other.aval.size == 1 else None
+        constant = _dataflow.number_of(other)
         if constant is None or linear.factor is None or not constant:
             return linear._replace(factor=None, is_scaled=True)
         factor = linear.factor * (constant if name == "mul" else 1 / constant)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -12,6 +13,9 @@ import numpy as np
 from jaxmp._core import _dtypes
 from jaxmp._programs import _analysis, _jaxprs, _matmuls, _operations
 from jaxmp._tools.audit._checks import LAYOUT, OpOccurrence, dtype_of, named
+
+# Operand -> its labels.
+LabelsOf = Callable[[_jaxprs.Atom], frozenset[Any]]
 
 # Label of a value of a backward pass, and of values computed from it.
 GRADIENT = "computed from gradients"
@@ -70,15 +74,13 @@ _SUMS = named("add add_any sub")
 _RULES = _SAME | _SUMS | named("neg mul div")
 
 
-def lineage(
-    op: OpOccurrence, own: frozenset[Any], labels_of: Callable[[Any], frozenset[Any]]
-) -> frozenset[Any]:
+def lineage(op: OpOccurrence, own: frozenset[Any], labels_of: LabelsOf) -> frozenset[Any]:
     """Returns the labels of an equation's results, given those of its operands.
 
     Args:
       op: the equation; derivatives have no lineage.
       own: labels of its operands, from `LINEAGE` alone.
-      labels_of: operand -> its labels.
+      labels_of: the labels of its operands.
     """
     equation, name = op.equation, op.name
     if name not in _RULES or not op.is_forward:
@@ -86,30 +88,22 @@ def lineage(
     if not own and name not in _SUMS and name != "broadcast_in_dim":
         return frozenset()
     each = [labels_of(var) & own for var in equation.invars]
+    if name == "broadcast_in_dim" and op.result.aval.size != equation.invars[0].aval.size:
+        operand = equation.invars[0]
+        is_scalar = math.prod(operand.aval.shape) == 1
+        return frozenset({Scalar(number_of(operand))} if is_scalar else ())
     if name in _SAME:
-        if name == "broadcast_in_dim":
-            is_same = equation.outvars[0].aval.size == equation.invars[0].aval.size
-            return each[0] if is_same else frozenset(_broadcast(equation))
         return frozenset().union(*each)
     if name == "neg":
         return _negated(each[0])
     if name in ("mul", "div"):
         return _scaled(name, equation.invars, each)
-    if name in _SUMS:
-        second = _negated(each[1]) if name == "sub" else each[1]
-        summands = {x for x in each[0] | second if isinstance(x, From)}
-        return frozenset(summands | _updates(op, summands, labels_of) | _terms(op, labels_of))
-    return frozenset()
+    second = _negated(each[1]) if name == "sub" else each[1]
+    summands = {x for x in each[0] | second if isinstance(x, From)}
+    return frozenset(summands | _updates(op, summands, labels_of) | _terms(op, labels_of))
 
 
-def _broadcast(equation: _jaxprs.Equation) -> set[Any]:
-    operand = equation.invars[0]
-    if math.prod(operand.aval.shape) != 1:
-        return set()
-    return {Scalar(_value(operand))}
-
-
-def _value(var: _jaxprs.Atom) -> float | None:
+def number_of(var: _jaxprs.Atom) -> float | None:
     """Returns the value of a constant scalar, or None."""
     return float(var.val) if _jaxprs.is_literal(var) and math.prod(var.aval.shape) == 1 else None
 
@@ -136,7 +130,7 @@ def _factor(name: str, scalar: _jaxprs.Atom, labels: frozenset[Any]) -> str | No
     """Returns the size of a scalar factor; None for an array."""
     values = [x.value for x in labels if isinstance(x, Scalar)]
     if math.prod(scalar.aval.shape) == 1:
-        values = [_value(scalar)]
+        values = [number_of(scalar)]
     if not values:
         return None
     if values[0] is None or (name == "div" and values[0] == 0):
@@ -151,9 +145,7 @@ def _times(first: str, second: str) -> str:
     return SMALL if SMALL in (first, second) else UNKNOWN if UNKNOWN in (first, second) else LARGE
 
 
-def _updates(
-    op: OpOccurrence, summands: set[Any], labels_of: Callable[[Any], frozenset[Any]]
-) -> set[Any]:
+def _updates(op: OpOccurrence, summands: set[Any], labels_of: LabelsOf) -> set[Any]:
     """Returns labels of the arguments that a sum updates.
 
     An argument that is also subtracted, as in `p + (new - p)`, is replaced, not updated.
@@ -162,19 +154,17 @@ def _updates(
     replaced = {x.number for x in summands if x.factor == MINUS}
     has_gradient = any(GRADIENT in labels_of(var) for var in op.operands)
     updates = set()
-    for summand in summands:
-        others = frozenset(numbers - {summand.number})
-        is_updated = summand.factor in _UPDATED and summand.number not in replaced
-        if is_updated:
+    for number, factor in summands:
+        if factor in _UPDATED and number not in replaced:
+            others = frozenset(numbers - {number})
             small = any(x.factor == SMALL and x.number in others for x in summands)
             # A factor of 0.999 is 1 in bfloat16.
-            is_average = summand.factor in (LARGE, PLUS) and small
-            row = summand.number, summand.factor, op, others, has_gradient, is_average
-            updates.add(Update(*row))
+            is_average = factor in (LARGE, PLUS) and small
+            updates.add(Update(number, factor, op, others, has_gradient, is_average))
     return updates
 
 
-def _terms(op: OpOccurrence, labels_of: Callable[[Any], frozenset[Any]]) -> set[Any]:
+def _terms(op: OpOccurrence, labels_of: LabelsOf) -> set[Any]:
     """Returns the number of summed gradients, if all summands are gradients."""
     if not _dtypes.is_16bit(dtype_of(op.result)) or op.result.aval.size == 1:
         return set()
@@ -191,20 +181,18 @@ def is_chosen_scale(equation: _jaxprs.Equation) -> bool:
     """Returns True for a choice of large constants, as for the cotangent of a static loss scale."""
     if equation.primitive.name != "select_n" or equation.outvars[0].aval.size != 1:
         return False
-    values = [_value(var) for var in equation.invars[1:]]
+    values = [number_of(var) for var in equation.invars[1:]]
     return any(value is not None and abs(value) >= 8 for value in values)
 
 
-def is_scale(
-    op: OpOccurrence, var: _jaxprs.Atom, labels_of: Callable[[Any], frozenset[Any]]
-) -> bool:
+def is_scale(op: OpOccurrence, var: _jaxprs.Atom, labels_of: LabelsOf) -> bool:
     """Returns True if an equation of a backward pass reads a loss scale as its operand `var`.
 
     A loss scale is a scalar of the program's state, or a large constant factor.
     """
     if math.prod(getattr(var.aval, "shape", (0,))) != 1:
         return False
-    value = _value(var) if _dtypes.is_16bit(dtype_of(var)) or dtype_of(var) == "float32" else None
+    value = number_of(var) if dtype_of(var) in _dtypes.CASTABLE else None
     if value is None:
         return SCALAR in labels_of(var)
     size = abs(value)
@@ -236,9 +224,7 @@ class Power(NamedTuple):
     exponent: float | None
 
 
-def powers_after(
-    op: OpOccurrence, labels_of: Callable[[_jaxprs.Atom], Iterable[Any]]
-) -> frozenset[Power]:
+def powers_after(op: OpOccurrence, labels_of: LabelsOf) -> frozenset[Power]:
     """Returns the powers of an equation's results, given the labels of its operands."""
     name, operands = op.name, op.operands
     if getattr(dtype_of(op.result), "kind", "b") in "biu":
@@ -291,7 +277,7 @@ def _is_neutral(var: _jaxprs.Atom, op: OpOccurrence) -> bool:
     return op.is_backward or is_constant
 
 
-# Operations between a vector and the product that it is computed from, with its norm.
+# A mean, a largest element, or a vector divided by its norm is made by few operations.
 _MOST_STEPS = 32
 
 
@@ -321,17 +307,31 @@ def _matrix_of(equation: _jaxprs.Equation, body: _analysis.Body) -> _jaxprs.Atom
 def _is_normalized(equation: _jaxprs.Equation, matrix: _jaxprs.Atom, body: _analysis.Body) -> bool:
     """Returns True if the vector of a product is a quotient of such a product and its norm."""
     vector = min(equation.invars, key=lambda var: var.aval.size)
-    waiting, seen, has_root, has_product = [vector], set[_jaxprs.Atom](), False, False
-    while waiting and len(seen) < _MOST_STEPS:
-        var = waiting.pop()
-        maker = None if var in seen else body.maker(var)
-        seen.add(var)
-        if maker is None:
-            continue
-        if maker.primitive.name in _matmuls.MATMULS:
-            has_product |= _matrix_of(maker, body) is matrix
-            continue
-        inside = [e for jaxpr in _jaxprs.sub_jaxprs(maker) for e in _jaxprs.equations(jaxpr)]
-        has_root |= any(e.primitive.name in ("sqrt", "rsqrt") for e in (maker, *inside))
-        waiting += [each for each in maker.invars if not _jaxprs.is_literal(each)]
+    before = near(vector, body, lambda maker: maker.primitive.name not in _matmuls.MATMULS)
+    makers = [maker for maker in map(body.maker, before) if maker is not None]
+    inside = [jaxpr for maker in makers for jaxpr in _jaxprs.sub_jaxprs(maker)]
+    names = {maker.primitive.name for maker in makers}.union(*map(_analysis.primitives, inside))
+    has_root = not names.isdisjoint(("sqrt", "rsqrt"))
+    has_product = any(_matrix_of(maker, body) is matrix for maker in makers)
     return has_root and has_product
+
+
+def near(
+    var: _jaxprs.Atom, body: _analysis.Body, enters: Callable[[Any], bool] = lambda _: True
+) -> Iterator[_jaxprs.Atom]:
+    """Yields a value and the first values that it is computed from.
+
+    Args:
+      var: the value.
+      body: the jaxpr that contains it.
+      enters: equation -> True if its operands are to be visited.
+    """
+    sources, waiting = set[_jaxprs.Atom](), collections.deque([var])
+    while waiting and len(sources) < _MOST_STEPS:
+        source = waiting.popleft()
+        if _jaxprs.is_literal(source) or source in sources:
+            continue
+        yield source
+        sources.add(source)
+        maker = body.maker(source)
+        waiting += maker.invars if maker is not None and enters(maker) else ()

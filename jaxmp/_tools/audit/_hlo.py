@@ -169,12 +169,21 @@ _ALIAS = re.compile(r"\{([\d, ]*)\}: \((\d+), \{([\d, ]*)\}")
 
 
 class Step(NamedTuple):
-    """Instruction that is executed by itself, not as part of a fusion."""
+    """Instruction that is executed by itself, or a part of a fusion."""
 
     instruction: Instruction
     computation: Computation
     # Number of executions; a loop whose length is not known counts once.
     times: int
+
+    @property
+    def operands(self) -> list[Instruction]:
+        """The instructions that make its operands."""
+        return [self.computation.instructions[name] for name in self.instruction.operands]
+
+    def shape(self, operand: int) -> Shape:
+        """Returns the shape of an operand, the first array of a tuple."""
+        return self.computation.instructions[self.instruction.operands[operand]].shapes[0]
 
 
 class Program:

@@ -11,7 +11,7 @@ import numpy as np
 
 from jaxmp._programs._jaxprs import BACKWARD, FORWARD, RECOMPUTE, phase_of
 from jaxmp._tools.audit._checks import named
-from jaxmp._tools.audit._hlo import Computation, Instruction, Shape
+from jaxmp._tools.audit._hlo import Instruction, Shape, Step
 from jaxmp._tools.audit._hlo_matmuls import DataFlow, Value, is_differentiated, is_matmul
 
 _COLLECTIVES = (
@@ -48,14 +48,14 @@ def collective_name(instruction: Instruction) -> str:
     return name if name in _COLLECTIVES else ""
 
 
-def sent_arrays(instruction: Instruction, computation: Computation) -> list[Shape]:
+def sent_arrays(part: Step) -> list[Shape]:
     """Returns for each array that a collective sends the larger of operand and result.
 
     XLA combines collectives, so one of them may send several arrays. The start of an asynchronous
     collective has its operands among its results.
     """
-    operands = [s for name in instruction.operands for s in computation.instructions[name].shapes]
-    count, shapes = len(operands), instruction.shapes
+    operands = [shape for operand in part.operands for shape in operand.shapes]
+    count, shapes = len(operands), part.instruction.shapes
     pairs = zip(operands, shapes[count:] if len(shapes) >= 2 * count else shapes, strict=False)
     return [max(pair, key=lambda shape: shape.bytes) for pair in pairs]
 
@@ -96,23 +96,21 @@ class ArrayContents:
         self._is_weight = is_weight
         self._entry = flow.program.entry.name
 
-    def of(self, inside: Computation, instruction: Instruction, number: int) -> Content:
+    def of(self, collective: Step, number: int) -> Content:
         """Returns the content of an array that a collective sends.
 
         Args:
-          inside: the computation of the collective.
-          instruction: the collective.
+          collective: the collective.
           number: of the array among its operands.
         """
-        name = collective_name(instruction)
-        operand = inside.instructions[instruction.operands[number]]
-        shape = operand.shapes[0]
+        instruction, inside, _ = collective
+        shape = collective.shape(number)
         if shape.elements == 1 or not shape.is_float:
             return Content()
         result = Value(inside, instruction, number if len(instruction.operands) > 1 else None)
-        if name in _SUMS:
+        if collective_name(instruction) in _SUMS:
             return self._of_sum(result)
-        return self._of_moved(Value(inside, operand), result)
+        return self._of_moved(Value(inside, collective.operands[number]), result)
 
     def _of_sum(self, result: Value) -> Content:
         op_name = result.instruction.op_name

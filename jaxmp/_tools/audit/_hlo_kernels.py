@@ -29,7 +29,7 @@ def accessed(program: Program, step: Step) -> int:
     if kernel.opcode in ("copy-start", "slice-start"):
         # Of a TPU, between its memories. The results are the target, the source and a context.
         return min(shape.bytes for shape in kernel.shapes[:2])
-    operands = [step.computation.instructions[name] for name in kernel.operands]
+    operands = step.operands
     inside = program.inside(kernel)
     if inside is None:
         return sum(_bytes(operand.shapes) for operand in operands) + written(program, step)

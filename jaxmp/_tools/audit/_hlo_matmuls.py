@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jaxmp._tools.audit._hlo import Computation, Instruction, Program, Shape, Step
+from jaxmp._tools.audit._hlo import Computation, Instruction, Program, Step
 
 # Instructions that execute a computation as a part of the program.
 _CALLS = frozenset({"fusion", "fusion-start", "call", "async-start", "while", "conditional"})
@@ -223,15 +223,16 @@ class HloMatmul(NamedTuple):
     named: Instruction
 
 
-def parts(program: Program, step: Step) -> Iterator[tuple[Computation, Instruction]]:
+def parts(program: Program, step: Step) -> Iterator[Step]:
     """Yields a kernel, or the instructions of a fusion, which may contain library calls."""
     inside = program.inside(step.instruction)
     if inside is None:
-        yield step.computation, step.instruction
+        yield step
     for inner in inside.instructions.values() if inside is not None else ():
-        yield inside, inner
+        part = step._replace(instruction=inner, computation=inside)
+        yield part
         if inner.opcode == "fusion":
-            yield from parts(program, step._replace(instruction=inner, computation=inside))
+            yield from parts(program, part)
 
 
 class _Kernel(NamedTuple):
@@ -243,41 +244,37 @@ class _Kernel(NamedTuple):
     algorithm: str = ""
 
 
-def matmul_of_instruction(
-    flow: DataFlow, step: Step, inside: Computation, instruction: Instruction
-) -> HloMatmul | None:
-    """Returns the matmul or convolution of an instruction; None for other instructions."""
-    kernel = _kernel_of(step, inside, instruction)
+def matmul_of_instruction(flow: DataFlow, step: Step, part: Step) -> HloMatmul | None:
+    """Returns the matmul or convolution of a part of a step; None for other instructions."""
+    instruction, kernel = part.instruction, _kernel_of(step, part)
     if kernel is None:
         return None
-    lhs, rhs = (
-        _runs_in(shape_of(inside, name).dtype, kernel.precision, kernel.algorithm)
-        for name in instruction.operands[:2]
-    )
+    settings = kernel.precision, kernel.algorithm
+    lhs, rhs = (_runs_in(part.shape(n).dtype, *settings) for n in (0, 1))
     is_fp8 = lhs.startswith("float8") and rhs.startswith("float8")
     name = "cublas fp8" if is_fp8 and kernel.name == "cublas" else kernel.name
-    was_fp8 = "" if is_fp8 else _was_fp8(flow, inside, instruction)
+    was_fp8 = "" if is_fp8 else _was_fp8(flow, part)
     named = instruction if instruction.op_name else step.instruction
     result = instruction.shapes[0].dtype
     return HloMatmul(lhs, rhs, result, name, was_fp8, kernel.flops, named)
 
 
-def _kernel_of(step: Step, inside: Computation, instruction: Instruction) -> _Kernel | None:
+def _kernel_of(step: Step, part: Step) -> _Kernel | None:
+    instruction = part.instruction
     target, opcode = instruction.attribute("custom_call_target"), instruction.opcode
     if target.startswith("__cublas$"):
-        return _cublas(inside, instruction)
+        return _cublas(part)
     if target.startswith(_CONVOLUTIONS):
-        return _Kernel("cudnn", _convolution_flops(inside, instruction, target))
+        return _Kernel("cudnn", _convolution_flops(part, target))
     if target == _BLOCK_SCALED:
         # The operands are `[B, M, K]` and `[B, N, K]`, with scales per block along K.
-        inner = shape_of(inside, instruction.operands[0]).sizes[-1]
-        return _Kernel("cudnn mx", 2 * instruction.shapes[0].elements * inner)
-    if opcode not in ("dot", "convolution", "scaled-dot"):
+        return _Kernel("cudnn mx", _dot_flops(part, [-1]))
+    if opcode not in _MATMULS:
         return None
     if opcode == "convolution":
-        flops = _convolution_flops(inside, instruction, "")
+        flops = _convolution_flops(part, "")
     else:
-        flops = _dot_flops(inside, instruction, instruction.numbers("lhs_contracting_dims"))
+        flops = _dot_flops(part, instruction.numbers("lhs_contracting_dims"))
     # The library that runs a matmul inside of a fusion.
     kind = str(step.instruction.config.get("fusion_backend_config", {}).get("kind", ""))
     name = "cudnn" if "cudnn" in kind else "triton" if "triton" in kind else "xla"
@@ -285,24 +282,23 @@ def _kernel_of(step: Step, inside: Computation, instruction: Instruction) -> _Ke
     return _Kernel(name, flops, *settings)
 
 
-def _cublas(inside: Computation, instruction: Instruction) -> _Kernel:
-    config = instruction.config.get("gemm_backend_config", {})
+def _cublas(part: Step) -> _Kernel:
+    config = part.instruction.config.get("gemm_backend_config", {})
     axes = config.get("dot_dimension_numbers", {}).get("lhs_contracting_dimensions", ())
     settings = config.get("precision_config", {})
     precision = ",".join(settings.get("operand_precision", ())).lower()
     algorithm = str(settings.get("algorithm", "")).lower().removeprefix("alg_")
-    flops = _dot_flops(inside, instruction, map(int, axes))
-    return _Kernel("cublas", flops, precision, algorithm)
+    return _Kernel("cublas", _dot_flops(part, map(int, axes)), precision, algorithm)
 
 
-def _dot_flops(inside: Computation, instruction: Instruction, contracted: Iterable[int]) -> int:
-    sizes = shape_of(inside, instruction.operands[0]).sizes
-    return 2 * instruction.shapes[0].elements * math.prod(sizes[axis] for axis in contracted)
+def _dot_flops(part: Step, contracted: Iterable[int]) -> int:
+    sizes = part.shape(0).sizes
+    return 2 * part.instruction.shapes[0].elements * math.prod(sizes[axis] for axis in contracted)
 
 
-def _convolution_flops(inside: Computation, instruction: Instruction, target: str) -> int:
+def _convolution_flops(part: Step, target: str) -> int:
     """Returns the FLOPs of a convolution; backward passes of cuDNN have those of the forward."""
-    first, kernel = (shape_of(inside, name) for name in instruction.operands[:2])
+    instruction, first, kernel = part.instruction, part.shape(0), part.shape(1)
     out = instruction.shapes[0]
     if target.endswith("convBackwardInput"):
         out = first
@@ -330,10 +326,6 @@ def _convolution_flops(inside: Computation, instruction: Instruction, target: st
     return flops
 
 
-def shape_of(computation: Computation, name: str) -> Shape:
-    return computation.instructions[name].shapes[0]
-
-
 def _runs_in(dtype: str, precision: str, algorithm: str) -> str:
     """Returns the dtype in which operands are multiplied.
 
@@ -351,12 +343,12 @@ def _runs_in(dtype: str, precision: str, algorithm: str) -> str:
     return dtype
 
 
-def _was_fp8(flow: DataFlow, inside: Computation, dot: Instruction) -> str:
+def _was_fp8(flow: DataFlow, dot: Step) -> str:
     """Returns the FP8 dtype that an operand had before casts and elementwise operations, or ""."""
-    for name in dot.operands[1::-1]:
+    for operand in dot.operands[1::-1]:
         # Not through a matmul, a sum or another device.
         is_copy = lambda value: value.instruction.opcode in _MOVES | _SCALES | _CONTAINERS
-        for value in flow.before(Value(inside, inside.instructions[name]), is_copy):
+        for value in flow.before(Value(dot.computation, operand), is_copy):
             shapes = value.instruction.shapes
             if len(shapes) == 1 and shapes[0].dtype.startswith("float8"):
                 return shapes[0].dtype

@@ -11,13 +11,13 @@ from jaxmp._programs import _locations, _matmuls
 from jaxmp._programs._jaxprs import BACKWARD, Path, phase_of
 from jaxmp._tools.audit import _hlo, _hlo_collectives, _rows
 from jaxmp._tools.audit._compile import Compiled
+from jaxmp._tools.audit._hlo_collectives import ArrayContents
 from jaxmp._tools.audit._hlo_matmuls import (
     DataFlow,
     HloMatmul,
     is_matmul,
     matmul_of_instruction,
     parts,
-    shape_of,
 )
 from jaxmp._tools.report._section import bytes_text
 
@@ -177,23 +177,21 @@ def read_program(
     """
     program = _hlo.Program(compiled.text)
     flow, origins = DataFlow(program), Origins(program, names, root)
-    contents = _hlo_collectives.ArrayContents(flow, is_weight)
+    contents = ArrayContents(flow, is_weight)
     gemms: list[_rows.GemmRow] = []
     attention: list[_rows.AttentionRow] = []
     collectives: list[_rows.CollectiveRow] = []
     endless = 0
     for step in program.steps():
-        instruction = step.instruction
-        endless += program.trips(instruction) is None
-        for inside, part in parts(program, step):
-            matmul = matmul_of_instruction(flow, step, inside, part)
+        endless += program.trips(step.instruction) is None
+        for part in parts(program, step):
+            matmul = matmul_of_instruction(flow, step, part)
             if matmul is not None:
                 gemms.append(_gemm_row(matmul, step.times, origins, compiled))
-            elif fused_attention(part):
-                attention.append(_attention_row(inside, part, step.times, origins))
-            elif _hlo_collectives.collective_name(part):
-                mesh = compiled.mesh
-                collectives += _collective_rows(inside, part, step.times, origins, contents, mesh)
+            elif fused_attention(part.instruction):
+                attention.append(_attention_row(part, origins))
+            elif _hlo_collectives.collective_name(part.instruction):
+                collectives += _collective_rows(part, origins, contents, compiled.mesh)
     parameters, moved, floor = _update(program, in_optimizer)
     memory = _rows.MemoryRow(
         arguments=compiled.memory.argument_size_in_bytes,
@@ -234,25 +232,23 @@ def _chip_notes(chip: Target, memory: _rows.MemoryRow, gemms: list[_rows.GemmRow
 
 
 def _collective_rows(
-    inside: _hlo.Computation,
-    part: _hlo.Instruction,
-    times: int,
+    part: _hlo.Step,
     origins: Origins,
     contents: _hlo_collectives.ArrayContents,
     mesh: dict[str, int],
 ) -> Iterator[_rows.CollectiveRow]:
     """Yields a row for each array that a collective sends."""
-    for number, sent in enumerate(_hlo_collectives.sent_arrays(part, inside)):
-        reader = _named_reader(origins, inside, part, number)
+    for number, sent in enumerate(_hlo_collectives.sent_arrays(part)):
+        reader = _named_reader(origins, part.computation, part.instruction, number)
         before, derivative, _ = reader.op_name.partition("jvp(")
         yield _rows.CollectiveRow(
             **origins.of(reader),
-            **contents.of(inside, part, number)._asdict(),
-            operation=_hlo_collectives.collective_name(part),
+            **contents.of(part, number)._asdict(),
+            operation=_hlo_collectives.collective_name(part.instruction),
             dtype=sent.dtype,
-            bytes=sent.bytes * times,
-            count=times,
-            axes=_hlo_collectives.mesh_axes(part, mesh),
+            bytes=sent.bytes * part.times,
+            count=part.times,
+            axes=_hlo_collectives.mesh_axes(part.instruction, mesh),
             # A loop outside of the differentiated function.
             in_outer_loop=bool(derivative) and "while/" in before,
         )
@@ -280,24 +276,25 @@ def fused_attention(call: _hlo.Instruction) -> str:
     return target if target.startswith("__cudnn$fmha") else ""
 
 
-def _attention_row(
-    inside: _hlo.Computation, call: _hlo.Instruction, times: int, origins: Origins
-) -> _rows.AttentionRow:
-    kernel = fused_attention(call)
-    arrays = [shape_of(inside, name) for name in call.operands]
+def _attention_row(part: _hlo.Step, origins: Origins) -> _rows.AttentionRow:
+    call, kernel = part.instruction, fused_attention(part.instruction)
     # Kernels of TPUs have the structure of the mask before the queries.
+    arrays = map(part.shape, range(len(call.operands)))
     query = next(shape for shape in arrays if len(shape.sizes) >= 4)
-    place: dict[str, Any] = origins.of(call) | ({"phase": BACKWARD} if "Backward" in kernel else {})
-    flops = _attention_flops(inside, call) * times
     return _rows.AttentionRow(
-        **place, kernel=kernel, dtype=query.dtype, shape=query.sizes, count=times, flops=flops
+        **origins.of(call) | ({"phase": BACKWARD} if "Backward" in kernel else {}),
+        kernel=kernel,
+        dtype=query.dtype,
+        shape=query.sizes,
+        count=part.times,
+        flops=_attention_flops(part, kernel) * part.times,
     )
 
 
-def _attention_flops(inside: _hlo.Computation, call: _hlo.Instruction) -> int:
-    kernel = fused_attention(call)
+def _attention_flops(part: _hlo.Step, kernel: str) -> int:
+    call = part.instruction
     if kernel in _SPLASH:
-        arrays = [shape_of(inside, name) for name in call.operands]
+        arrays = map(part.shape, range(len(call.operands)))
         query, key = [shape for shape in arrays if len(shape.sizes) == 4][:2]
         pairs = query.elements * key.sizes[-2]
         # A mask that depends on positions is causal, as far as the program shows.
@@ -305,12 +302,11 @@ def _attention_flops(inside: _hlo.Computation, call: _hlo.Instruction) -> int:
         return 2 * _SPLASH[kernel] * pairs // (2 if is_causal else 1)
     config = call.config.get("cudnn_fmha_backend_config", {})
     logits = config.get("intermediate_tensor_shape", {}).get("dimensions", ())
-    query, _, value = (shape_of(inside, name) for name in call.operands[:3])
     if len(logits) != 4:
         return 0
     return _matmuls.attention_flops(
         tuple(map(int, logits)),
-        (query.sizes[-1], value.sizes[-1]),
+        (part.shape(0).sizes[-1], part.shape(2).sizes[-1]),
         is_causal="CAUSAL" in str(config.get("mask_type")),
         window=int(config.get("sliding_window_length") or 0),
         backward="Backward" in kernel,

@@ -41,6 +41,7 @@ class WasFp8(NamedTuple):
 _NUMBERS = itertools.count()
 
 
+@dataclasses.dataclass(eq=False)
 class ConditionalFinding:
     """Label of a value whose finding is reported only if the value has a harmful consequence."""
 
@@ -48,23 +49,19 @@ class ConditionalFinding:
     # The primitives that propagate the label; None: all but reductions.
     survives: ClassVar[frozenset[str] | None] = None
 
-    def __init__(
-        self,
-        op: _checks.OpOccurrence,
-        message: str,
-        fix: str | Callable[[], str],
-        severity: str = "",
-    ) -> None:
-        self.op, self.message, self.severity = op, message, severity
-        self._fix = fix
-        # Sets of labels are reported in this order.
-        self.number = next(_NUMBERS)
-        self.finding: _checks.PendingFinding | None = None
+    op: _checks.OpOccurrence
+    message: str
+    # The remedy, or a function that makes it.
+    remedy: str | Callable[[], str]
+    severity: str = ""
+    # Sets of labels are reported in this order.
+    number: int = dataclasses.field(default_factory=_NUMBERS.__next__)
+    finding: _checks.PendingFinding | None = None
 
     @functools.cached_property
     def fix(self) -> str:
-        """The remedy, which may be made when it is required."""
-        return self._fix if isinstance(self._fix, str) else self._fix()
+        """The remedy, which is made when it is required."""
+        return self.remedy if isinstance(self.remedy, str) else self.remedy()
 
     def report(self, harm: str, flops: int | None = None) -> None:
         """Reports the finding once, with its first consequence.

@@ -78,20 +78,14 @@ class Traced:
 
     def scales(self) -> list[int]:
         """Returns the number of the value of each loss scale of jaxmp or Flax."""
-        return [
-            number
-            for number, leaf in enumerate(self.leaves)
-            if leaf.role == _roles.LOSS_SCALE and leaf.field.startswith("scale")
-        ]
+        is_scale = lambda leaf: leaf.role == _roles.LOSS_SCALE and leaf.field.startswith("scale")
+        return [number for number, leaf in enumerate(self.leaves) if is_scale(leaf)]
 
     def dynamic_scales(self) -> list[tuple[str, _jaxprs.Atom]]:
         """Returns (location among the arguments, variable) of each dynamic loss scale."""
         leaves = [(self.leaves[n], self.variables[n]) for n in self.scales()]
-        return [
-            (jtu.keystr(leaf.path[: -len(leaf.below)]), var)
-            for leaf, var in leaves
-            if hasattr(leaf.owner, "backoff_factor")
-        ]
+        leaves = [(leaf, var) for leaf, var in leaves if hasattr(leaf.owner, "backoff_factor")]
+        return [(jtu.keystr(leaf.path[: -len(leaf.below)]), var) for leaf, var in leaves]
 
     def inputs(self) -> list[tuple[FloatInput, _jaxprs.Atom]]:
         """Returns the FP32 arguments that are not part of a model's state, and their variables."""
@@ -140,31 +134,28 @@ class Traced:
         ]
 
     @functools.cached_property
-    def _bodies(self) -> dict[int, _analysis.Body]:
-        """The id of a jaxpr of the program -> its makers and readers."""
-        return {}
+    def _body_of(self) -> Callable[[Any], _analysis.Body]:
+        """Jaxpr of the program -> its makers and readers."""
+        return functools.cache(_analysis.Body)
 
     @functools.cached_property
-    def _returned(self) -> dict[int, list[Any]]:
-        """The id of an equation -> its jaxpr, and result of the equation -> result of the jaxpr."""
-        return {}
+    def _returned_by(self) -> Callable[[Any], list[Any]]:
+        """Equation -> its jaxpr, and result of the equation -> result of the jaxpr."""
+        pairs = lambda inner: zip(inner.results, inner.jaxpr.outvars, strict=True)
+        last = lambda equation: _constructs.inners(equation)[-1:]
+        return functools.cache(lambda e: [(i.jaxpr, dict(pairs(i))) for i in last(e)])
 
     def maker_of(self, result: _jaxprs.Atom, findings: PendingFindings) -> OpOccurrence | None:
         """Returns the operation that computes a result, inside of the calls that return it."""
         jaxpr, var, op = self.jaxpr, result, None
         while var is not None:
-            body = self._bodies.setdefault(id(jaxpr), _analysis.Body(jaxpr))
+            body = self._body_of(jaxpr)
             maker = body.maker(var)
             if maker is None:
                 break
             op = OpOccurrence(maker, _locations.Location(), 1, body, findings, op)
             below, var = var, None
-            if id(maker) not in self._returned:
-                self._returned[id(maker)] = [
-                    (inner.jaxpr, dict(zip(inner.results, inner.jaxpr.outvars, strict=True)))
-                    for inner in _constructs.inners(maker)[-1:]
-                ]
-            for inner, returned in self._returned[id(maker)]:
+            for inner, returned in self._returned_by(maker):
                 jaxpr, var = inner, returned.get(below)
         return op
 
@@ -298,9 +289,8 @@ def _parameters(fn: Callable[..., Any]) -> list[str]:
 
 def _key(key: object) -> Any:
     """Returns the dict key, attribute name or index of one step of a key path."""
-    return next(
-        (getattr(key, name) for name in ("key", "name", "idx") if hasattr(key, name)), str(key)
-    )
+    names = (name for name in ("key", "name", "idx") if hasattr(key, name))
+    return next((getattr(key, name) for name in names), str(key))
 
 
 def is_array(leaf: object) -> bool:

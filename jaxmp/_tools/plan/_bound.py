@@ -16,7 +16,7 @@ from jaxmp._core._targets import Target, targets
 from jaxmp._programs._jaxprs import BACKWARD
 from jaxmp._tools.audit import _hlo_collectives, _hlo_matmuls
 from jaxmp._tools.audit._compile import Compiled
-from jaxmp._tools.audit._hlo import Computation, Instruction, Program
+from jaxmp._tools.audit._hlo import Instruction, Program, Step
 from jaxmp._tools.audit._hlo_kernels import accessed, kernels
 from jaxmp._tools.audit._hlo_stats import fused_attention
 from jaxmp.errors import TargetError
@@ -112,21 +112,21 @@ def cost_of(compiled: Compiled, attention: Iterable[Any], hosts: int | None = No
     seconds, sent, count, narrow = 0.0, 0.0, 0, 0
     for step in kernels(program):
         kind, computing, size = "other", 0.0, 0
-        for inside, part in _hlo_matmuls.parts(program, step):
-            matmul = _hlo_matmuls.matmul_of_instruction(flow, step, inside, part)
+        for part in _hlo_matmuls.parts(program, step):
+            matmul = _hlo_matmuls.matmul_of_instruction(flow, step, part)
             if matmul is not None:
                 kind, dtype = "matmuls", _multiplied_in(matmul.lhs, matmul.rhs, chip)
                 flops[dtype] += matmul.flops * step.times
                 share = shares.get(dtype, shares["matmuls"])
                 computing += matmul.flops / (share * _peak(dtype, chip))
-                narrow += matmul.flops * step.times * (_width(inside, part, matmul.flops) < _WIDE)
-            elif fused_attention(part):
+                narrow += matmul.flops * step.times * (_width(part, matmul.flops) < _WIDE)
+            elif fused_attention(part.instruction):
                 kind = "attention"
-            elif _hlo_collectives.collective_name(part):
+            elif name := _hlo_collectives.collective_name(part.instruction):
                 kind = "collectives"
-                size += sum(shape.bytes for shape in _hlo_collectives.sent_arrays(part, inside))
-                passes = 2 if _hlo_collectives.collective_name(part) == "all-reduce" else 1
-                sent += passes * size * step.times / _link_of(part, compiled, hosts)
+                size += sum(shape.bytes for shape in _hlo_collectives.sent_arrays(part))
+                passes = 2 if name == "all-reduce" else 1
+                sent += passes * size * step.times / _link_of(part.instruction, compiled, hosts)
         size = size or accessed(program, step)
         moved[kind] += size * step.times
         count += step.times
@@ -178,10 +178,10 @@ def _multiplied_in(lhs: str, rhs: str, chip: Target) -> str:
     return chip.rounded_fp32 if wide == "tf32" else wide
 
 
-def _width(inside: Computation, matmul: Instruction, flops: int) -> int:
+def _width(matmul: Step, flops: int) -> int:
     """Returns the smallest dimension of a matmul: rows, columns, or the contracted axis."""
-    operands = (_hlo_matmuls.shape_of(inside, name) for name in matmul.operands[:2])
-    return min(flops // (2 * max(1, each.elements)) for each in (*operands, matmul.shapes[0]))
+    shapes = matmul.shape(0), matmul.shape(1), matmul.instruction.shapes[0]
+    return min(flops // (2 * max(1, each.elements)) for each in shapes)
 
 
 def _attention_rate(row: Any, chip: Target) -> float:
