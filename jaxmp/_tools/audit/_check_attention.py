@@ -18,13 +18,16 @@ from jaxmp._tools.audit import _auditor, _checks, _labels, _trace
 from jaxmp._tools.audit._checks import Check, OpOccurrence
 from jaxmp._tools.report import _section
 
-UNFUSED_ATTENTION = Check(
-    id="unfused_attention",
-    severity=_checks.NOTE,
-    explanation="Attention does not run as a fused kernel: it is written as two matmuls and a"
-    " softmax, or jaxmp's attention cannot use a fused kernel, for the reason in the message.",
-    fix="jax.nn.dot_product_attention(query, key, value, implementation='cudnn')",
-)
+
+class UnfusedAttentionCheck(Check):
+    """Attention does not run as a fused kernel: it is written as two matmuls and a softmax, or
+    jaxmp's attention cannot use a fused kernel, for the reason in the message.
+    """
+
+    id = "unfused_attention"
+    fix = "jax.nn.dot_product_attention(query, key, value, implementation='cudnn')"
+    severity = _checks.NOTE
+
 
 # Elements of one head's logits that a fused kernel computes as one block (64 queries, 64 keys). It
 # saves nothing beyond that.
@@ -44,7 +47,7 @@ class _Summed(NamedTuple):
     logits: _jaxprs.Equation
 
 
-@UNFUSED_ATTENTION.on_operation("reduce_sum")
+@UnfusedAttentionCheck.on_operation("reduce_sum")
 def collect_sums(op: OpOccurrence, audit: _auditor.Auditor) -> None:
     """Collects the matmuls of which a softmax is computed."""
     if op.is_forward:
@@ -52,7 +55,7 @@ def collect_sums(op: OpOccurrence, audit: _auditor.Auditor) -> None:
         audit.collected[_Summed] += [_Summed(x.op.equation) for x in labels if x.normalized]
 
 
-@UNFUSED_ATTENTION.on_operation("dot_general")
+@UnfusedAttentionCheck.on_operation("dot_general")
 def check_matmuls(op: OpOccurrence, audit: _auditor.Auditor) -> None:
     """Reports attention that is written as two matmuls around a softmax."""
     logits = _attention_logits(op, audit)
@@ -63,10 +66,10 @@ def check_matmuls(op: OpOccurrence, audit: _auditor.Auditor) -> None:
     message = f"{_why_unfused(logits)}; its logits have the shape {list(aval.shape)} and take"
     message += f" {_section.bytes_text(size)} of memory."
     flops = 2 * _matmuls.matmul_of(op.equation).flops * op.times
-    audit.add(UNFUSED_ATTENTION, logits, message, flops=flops)
+    audit.add(UnfusedAttentionCheck, logits, message, flops=flops)
 
 
-@UNFUSED_ATTENTION.on_operation("jit")
+@UnfusedAttentionCheck.on_operation("jit")
 def check_calls(op: OpOccurrence, audit: _auditor.Auditor) -> None:
     """Reports calls of jaxmp's attention that do not run a fused kernel."""
     if not _checks.is_attention(op.equation) or not op.is_forward:
@@ -78,29 +81,23 @@ def check_calls(op: OpOccurrence, audit: _auditor.Auditor) -> None:
     choice = choice_of(name, [var.aval for var in op.operands])
     message, fix = _explain_choice(implementation, argument, choice)
     flops = sum(_matmuls.count_flops(inner.jaxpr).total() for inner in inners(op.equation))
-    audit.add(UNFUSED_ATTENTION, op, message, fix, flops=flops * op.times)
+    audit.add(UnfusedAttentionCheck, op, message, fix, flops=flops * op.times)
 
 
 def _attention_logits(op: OpOccurrence, audit: _auditor.Auditor) -> OpOccurrence | None:
     """Returns the matmul q k^T if `op` multiplies the softmax of its result by the values."""
-    if not op.is_forward:
-        return None
     values = _operations.dot_of(op.equation)
-    for index, var in enumerate(op.operands[:2]):
-        for label in audit.flow.labels(_labels.Logits, var):
-            if not label.normalized:
-                continue
-            logits = label.op.equation
-            batches = _operations.dot_of(logits).batch[0]
-            is_one_axis = len(values.contracted[index]) == 1
-            is_one_axis &= len(batches) == len(values.batch[0])
-            size = math.prod(logits.outvars[0].aval.shape)
-            is_softmax = any(logits is each.logits for each in audit.collected[_Summed])
-            heads = math.prod(logits.outvars[0].aval.shape[: len(batches)])
-            is_softmax &= size > _BLOCK * heads
-            is_softmax &= bool(batches) or not _is_layer(label.op)
+    for index, var in enumerate(op.operands[:2] if op.is_forward else ()):
+        labels = audit.flow.labels(_labels.Logits, var)
+        for logits in (label.op for label in labels if label.normalized):
+            shape = logits.result.aval.shape
+            batches = len(_operations.dot_of(logits.equation).batch[0])
+            is_one_axis = len(values.contracted[index]) == 1 and batches == len(values.batch[0])
+            size, heads = math.prod(shape), math.prod(shape[:batches])
+            is_softmax = any(logits.equation is each.logits for each in audit.collected[_Summed])
+            is_softmax &= size > _BLOCK * heads and (batches > 0 or not _is_layer(logits))
             if is_softmax and is_one_axis and size == math.prod(var.aval.shape):
-                return label.op
+                return logits
     return None
 
 
@@ -153,13 +150,14 @@ def _explain_choice(
     return f"{message} ({choice.reason}){why}.", " ".join(changes)
 
 
-DENSE_MASK = Check(
-    id="dense_mask",
-    severity=_checks.WARNING,
-    explanation="Attention reads a mask as an array, although the mask is causal, a window or full"
-    " for every input. A kernel cannot skip the masked blocks of an array.",
-    fix="recipe = recipe.replace(mask='causal')",
-)
+class DenseMaskCheck(Check):
+    """Attention reads a mask as an array, although the mask is causal, a window or full for every
+    input. A kernel cannot skip the masked blocks of an array.
+    """
+
+    id = "dense_mask"
+    fix = "recipe = recipe.replace(mask='causal')"
+    severity = _checks.WARNING
 
 
 class _PassedMask(NamedTuple):
@@ -170,7 +168,7 @@ class _PassedMask(NamedTuple):
     elements: np.ndarray | None
 
 
-@DENSE_MASK.on_operation("jit")
+@DenseMaskCheck.on_operation("jit")
 def collect_mask(op: OpOccurrence, audit: _auditor.Auditor) -> None:
     """Collects declarations, and the mask of a call of attention in the forward pass."""
     declared = _declared.declaration_of(_operations.name_of(op.equation))
@@ -183,7 +181,7 @@ def collect_mask(op: OpOccurrence, audit: _auditor.Auditor) -> None:
         audit.collected[_PassedMask].append(_PassedMask(op, audit.known.value(mask)))
 
 
-@DENSE_MASK.on_program
+@DenseMaskCheck.on_program
 def check_masks(audit: _auditor.Auditor, traced: _trace.Traced) -> None:
     """Compares masks with their declarations, and reports masks that could be declared.
 
@@ -209,7 +207,7 @@ def check_masks(audit: _auditor.Auditor, traced: _trace.Traced) -> None:
         message += " for every input."
         path = _locations.module_of(op.location.names, audit.root) if len(structures) > 1 else None
         fix = _fix_declaration(actual, path) if in_layer(op) else _fix_argument(actual)
-        audit.add(DENSE_MASK, op, message, fix)
+        audit.add(DenseMaskCheck, op, message, fix)
 
 
 def _mask_operand(equation: _jaxprs.Equation) -> _jaxprs.Atom | None:

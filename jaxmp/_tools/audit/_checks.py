@@ -6,7 +6,8 @@ import dataclasses
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NamedTuple, TypeVar
+from types import CodeType
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -22,13 +23,13 @@ from jaxmp._tools.fixes import _source
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class Check:
-    """Check of an audit; registered when it is made.
+    """Check of an audit; a subclass is registered when it is defined.
 
-    Args:
+    The docstring of a subclass is its text in `docs/findings.md`.
+
+    Attributes:
       id: its name in findings, such as "fp32_matmul".
-      explanation: what it reports, for `docs/findings.md`.
       fix: the remedy, as code. A function may report a more specific one.
       severity: "error", "warning" or "note". A function may report a warning for a check that is an
         error.
@@ -36,22 +37,25 @@ class Check:
         defect, or the circumstances in which a compiled program is needed.
       includes_optimizer: True if it also applies to the optimizer's operations: those that read
         values computed from gradients, and from which parameters or moments are computed.
+      explanation: the docstring.
     """
 
-    id: str
-    explanation: str
-    fix: str
-    severity: str = ERROR
-    needs_target: str = "no"
-    includes_optimizer: bool = False
+    id: ClassVar[str]
+    fix: ClassVar[str]
+    severity: ClassVar[str] = ERROR
+    needs_target: ClassVar[str] = "no"
+    includes_optimizer: ClassVar[bool] = False
+    explanation: ClassVar[str]
 
-    def __post_init__(self) -> None:
-        if self.id in CHECKS:
-            raise ValueError(f"two checks have the id {self.id!r}")
-        CHECKS[self.id] = self
+    def __init_subclass__(cls) -> None:
+        if cls.id in CHECKS:
+            raise ValueError(f"two checks have the id {cls.id!r}")
+        cls.explanation = " ".join((cls.__doc__ or "").split())
+        CHECKS[cls.id] = cls
 
+    @classmethod
     def finding(
-        self, message: str, fix: str = "", at: OpOccurrence | None = None, **fields: Any
+        cls, message: str, fix: str = "", at: OpOccurrence | None = None, **fields: Any
     ) -> Finding:
         """Returns a finding of this check.
 
@@ -62,37 +66,43 @@ class Check:
           **fields: other fields of `Finding`.
         """
         file, line = ("", 0) if at is None else at.line
-        fields = {"severity": self.severity, "file": file, "line": line} | fields
-        return Finding(check=self.id, message=message, fix=fix or self.fix, **fields)
+        fields = {"severity": cls.severity, "file": file, "line": line} | fields
+        return Finding(check=cls.id, message=message, fix=fix or cls.fix, **fields)
 
-    def on_operation(self, *primitives: str) -> Callable[[Function], Function]:
+    @staticmethod
+    def on_operation(*primitives: str) -> Callable[[Function], Function]:
         """Registers a function `(op, audit) -> label or None` for some primitives."""
         return _registration([ON_OPERATION[name] for name in primitives])
 
-    def on_result(self, *primitives: str) -> Callable[[Function], Function]:
+    @staticmethod
+    def on_result(*primitives: str) -> Callable[[Function], Function]:
         """Registers a function `(op, audit) -> None` for some primitives."""
         return _registration([ON_RESULT[name] for name in primitives])
 
-    def on_16_bits(self, function: Function) -> Function:
+    @staticmethod
+    def on_16_bits(function: Function) -> Function:
         """Registers a function `(op, dtype, audit) -> label or None`."""
         return _registration([ON_16_BITS])(function)
 
-    def on_matmul(self, function: Function) -> Function:
+    @staticmethod
+    def on_matmul(function: Function) -> Function:
         """Registers a function `(op, matmul, flops, audit) -> None`."""
         return _registration([ON_MATMUL])(function)
 
-    def on_program(self, function: Function) -> Function:
+    @staticmethod
+    def on_program(function: Function) -> Function:
         """Registers a function `(audit, traced) -> findings or None`."""
         return _registration([ON_PROGRAM])(function)
 
-    def on_compiled(self, function: Function) -> Function:
+    @staticmethod
+    def on_compiled(function: Function) -> Function:
         """Registers a function `(program, audit) -> findings`."""
         return _registration([ON_COMPILED])(function)
 
 
 # Id -> check, in the order of the imports in `_audit.py`. Findings of one severity are sorted by
 # it, except for notes.
-CHECKS: dict[str, Check] = {}
+CHECKS: dict[str, type[Check]] = {}
 
 # Primitive -> functions.
 ON_OPERATION: defaultdict[str, list[Callable[..., Any]]] = defaultdict(list)
@@ -116,7 +126,7 @@ def _registration(lists: list[list[Callable[..., Any]]]) -> Callable[[Function],
 class PendingFinding:
     """A finding of the traced program, while operations are still being counted."""
 
-    check: Check
+    check: type[Check]
     severity: str
     names: _jaxprs.Path
     primitive: str
@@ -155,7 +165,7 @@ class PendingFindings:
 
     def add(
         self,
-        check: Check,
+        check: type[Check],
         op: OpOccurrence,
         message: str,
         fix: str = "",
@@ -273,11 +283,14 @@ class OpOccurrence(NamedTuple):
         return _jaxprs.module_paths_of(self.location.names)[0]
 
     @property
-    def files(self) -> list[str]:
-        """The files of the calls that made it, innermost first."""
+    def codes(self) -> list[CodeType]:
+        """The functions whose calls made it, innermost first."""
         traceback = self.equation.source_info.traceback
-        codes = () if traceback is None else traceback.raw_frames()[0]
-        return [code.co_filename.replace("\\", "/") for code in codes]
+        return [] if traceback is None else traceback.raw_frames()[0]
+
+    def is_within(self, folder: str) -> bool:
+        """Returns True if a function of a folder is among the calls that made it."""
+        return any(folder in code.co_filename.replace("\\", "/") for code in self.codes)
 
     @property
     def line(self) -> tuple[str, int]:

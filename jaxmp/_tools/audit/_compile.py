@@ -233,18 +233,14 @@ def check_compiler(chip: _targets.Target) -> None:
     Raises:
       MissingDependencyError: if it is not.
     """
-    if chip.platform == "tpu":
-        if importlib.util.find_spec("libtpu") is None:
-            raise missing_dependency("libtpu", f"XLA's compiler for {chip.name}", "tpu-aot")
-        return
-    try:
-        is_installed = any(
-            importlib.util.find_spec(f"jax_plugins.xla_{cuda}") for cuda in ("cuda13", "cuda12")
-        )
-    except ModuleNotFoundError:
-        is_installed = False
-    if not is_installed:
-        raise missing_dependency("jax-cuda13-plugin", f"XLA's compiler for {chip.name}", "aot")
+    modules, package, extra = ["libtpu"], "libtpu", "tpu-aot"
+    if chip.platform != "tpu":
+        modules = ["jax_plugins.xla_cuda13", "jax_plugins.xla_cuda12"]
+        package, extra = "jax-cuda13-plugin", "aot"
+    with contextlib.suppress(ModuleNotFoundError):
+        if any(map(importlib.util.find_spec, modules)):
+            return
+    raise missing_dependency(package, f"XLA's compiler for {chip.name}", extra)
 
 
 def _described(chip: _targets.Target, count: int) -> list[Any]:

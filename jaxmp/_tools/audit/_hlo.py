@@ -197,7 +197,6 @@ class Program:
         """
         self.computations: dict[str, Computation] = {}
         self.entry = Computation("", {})
-        self._readers: dict[str, dict[str, list[Instruction]]] = {}
         self._header = text[: text.find("\n%")]
         self._read(_CONTINUED.sub("", text))
 
@@ -271,13 +270,16 @@ class Program:
 
     def readers(self, computation: Computation, name: str) -> list[Instruction]:
         """Returns the instructions of a computation that consume the value `name`, in order."""
-        readers = self._readers.get(computation.name)
-        if readers is None:
-            readers = self._readers[computation.name] = {}
+        return self._readers.get((computation.name, name), [])
+
+    @functools.cached_property
+    def _readers(self) -> dict[tuple[str, str], list[Instruction]]:
+        readers: dict[tuple[str, str], list[Instruction]] = {}
+        for computation in self.computations.values():
             for instruction in computation.instructions.values():
                 for operand in dict.fromkeys(instruction.operands):
-                    readers.setdefault(operand, []).append(instruction)
-        return readers.get(name, [])
+                    readers.setdefault((computation.name, operand), []).append(instruction)
+        return readers
 
     # -- lines ------------------------------------------------------------------------------
 

@@ -44,11 +44,9 @@ class Watched:
         self.updates = (self.takes_gradients or may_update) and updates_state(body)
         self.inner = {_operations.name_of(equation) for equation in _jaxprs.equations(body)}
         # False for a function of a library, and for an operation outside of `jit`.
-        self.is_own = bool(_definition(call.source)[0])
-        if call.source is None:
-            self.is_own = [e.primitive.name for e in _jaxprs.equations(body, inside=False)] != [
-                call.name
-            ]
+        names = [equation.primitive.name for equation in _jaxprs.equations(body, inside=False)]
+        is_function = call.source is None and names != [call.name]
+        self.is_own = is_function or bool(_definition(call.source)[0])
         self.calls = 0
         self.call = call._replace(args=_shapes(call.args), kwargs=_shapes(call.kwargs))
 
@@ -157,7 +155,8 @@ def _content(cell: Any) -> object:
 
 def _shapes(tree: _typing.PyTree) -> _typing.PyTree:
     """Replaces arrays by shapes; NNX modules, which contain their arrays, are not changed."""
-    return jax.tree.map(_shape, tree, is_leaf=_is_nnx)
+    is_nnx = lambda x: any(c.__module__.startswith("flax.nnx") for c in type(x).__mro__)
+    return jax.tree.map(_shape, tree, is_leaf=is_nnx)
 
 
 def _shape(leaf: object) -> object:
@@ -169,7 +168,3 @@ def _shape(leaf: object) -> object:
         dtype = _trees.canonical(np.empty(0, leaf.dtype)).dtype
         return jax.ShapeDtypeStruct(leaf.shape, dtype)
     return leaf
-
-
-def _is_nnx(node: object) -> bool:
-    return any(cls.__module__.startswith("flax.nnx") for cls in type(node).__mro__)

@@ -16,8 +16,12 @@ from jaxmp._policies import _load, _policy, _resolve
 from jaxmp._programs import _analysis, _constructs, _locations, _operations
 from jaxmp._programs._interpreter import Frame
 from jaxmp._tools.audit import _auditor, _check_compiled, _checks, _compile, _dataflow, _hlo_stats
-from jaxmp._tools.audit._check_matmuls import FP32_MATMUL, IMPLICIT_PROMOTION, MISALIGNED_MATMUL
-from jaxmp._tools.audit._check_ops import LOSS_16BIT
+from jaxmp._tools.audit._check_matmuls import (
+    Fp32MatmulCheck,
+    ImplicitPromotionCheck,
+    MisalignedMatmulCheck,
+)
+from jaxmp._tools.audit._check_ops import Loss16BitCheck
 from jaxmp._tools.audit._hlo_collectives import axis_names
 from jaxmp._tools.audit._report import AuditReport
 from jaxmp._tools.audit._rows import SEVERITIES, Finding, MatmulRow, merged
@@ -119,6 +123,7 @@ def make_report(
     of_program = [f for function in _checks.ON_PROGRAM for f in function(auditor, traced) or ()]
     findings = [*_final_findings(auditor, traced), *of_program]
     policies = auditor.context.policies
+    module_of = lambda names: _locations.module_of(names, auditor.root)
     rows: dict[str, Any] = {}
     if auditor.context.target == "cpu" and any("float8" in lhs for *_, lhs, _ in auditor.matmuls):
         auditor.notes[_EMULATED] = None
@@ -126,10 +131,8 @@ def make_report(
         names = auditor.locations.names
         flags = traced.in_optimizer(), traced.may_be_weights()
         compilation = _hlo_stats.read_program(compiled, names, auditor.root, *flags)
-        fp8 = {
-            (_locations.module_of(names, auditor.root), phase, *line): dtype
-            for (names, phase, line), dtype in auditor.fp8.items()
-        }
+        lines = auditor.fp8.items()
+        fp8 = {(module_of(names), phase, *line): dtype for (names, phase, line), dtype in lines}
         facts = tuple(findings), fp8, _fsdp_axes(compiled, traced), compiled.chip
         program = _check_compiled.CompiledProgram(compilation, *facts, traced.nnx_count)
         findings += [f for function in _checks.ON_COMPILED for f in function(program, auditor)]
@@ -137,13 +140,17 @@ def make_report(
         del rows["origins"]
     recipe, definition = auditor.context.recipe, _definition(function)
     notes = (*auditor.notes, *rows.pop("notes", ()), *_target_notes(chip, recipe))
+    matmuls = (
+        MatmulRow(module=module_of(names), phase=phase, lhs=lhs, rhs=rhs, flops=flops, count=count)
+        for (names, phase, lhs, rhs), (flops, count) in auditor.matmuls.items()
+    )
     findings = [_with_line(finding, definition) for finding in findings]
     return AuditReport(
         function=getattr(function, "__name__", type(function).__name__),
         target="" if chip is None else chip.name,
         recipe="" if recipe is None else recipe.name,
         findings=tuple(sorted(findings, key=_sort_key)),
-        matmuls=merged(_matmul_rows(auditor), "flops", "count"),
+        matmuls=merged(matmuls, "flops", "count"),
         policies="" if policies is None else str(_policy.summarized(policies.default)),
         equations=auditor.equations,
         notes=notes,
@@ -201,7 +208,7 @@ def with_trials(
 def _joined(findings: list[Finding]) -> list[Finding]:
     """Joins the findings of several checks that have the same fix, except for those of matmuls."""
     # That a result is a scalar is the least specific of them.
-    findings = sorted(findings, key=lambda f: (_sort_key(f)[0], f.check == LOSS_16BIT.id))
+    findings = sorted(findings, key=lambda f: (_sort_key(f)[0], f.check == Loss16BitCheck.id))
     first = findings[0]
     others = {f.check: f for f in findings if f.check != first.check and not f.flops}
     message = first.message
@@ -302,14 +309,14 @@ def _final_findings(auditor: _auditor.Auditor, traced: Traced) -> list[Finding]:
     """
     total = sum(flops for flops, _ in auditor.matmuls.values())
     pending = checked_findings(auditor, traced)
-    fp32_flops = sum(finding.flops for finding in pending if finding.check is FP32_MATMUL)
+    fp32_flops = sum(finding.flops for finding in pending if finding.check is Fp32MatmulCheck)
     are_few = fp32_flops < _SMALL_SHARE * total
     merged: dict[Any, Finding] = {}
     for item in pending:
         severity = item.severity
-        if item.check is MISALIGNED_MATMUL and item.harmed_flops >= _LARGE_SHARE * total:
+        if item.check is MisalignedMatmulCheck and item.harmed_flops >= _LARGE_SHARE * total:
             severity = _checks.ERROR
-        elif _is_minor(item, total) or (item.check is FP32_MATMUL and are_few):
+        elif _is_minor(item, total) or (item.check is Fp32MatmulCheck and are_few):
             severity = _checks.WARNING
         fields = {name: getattr(item, name) for name in ("primitive", "count", "flops")}
         module, (file, line) = _locations.module_of(item.names, auditor.root), item.line
@@ -326,7 +333,7 @@ def _final_findings(auditor: _auditor.Auditor, traced: Traced) -> list[Finding]:
 def _is_minor(finding: _checks.PendingFinding, total: int) -> bool:
     """Returns True for a promotion that concerns a small share of all FLOPs."""
     is_small = 0 < finding.harmed_flops < _SMALL_SHARE * total and not finding.has_other_harm
-    return finding.check is IMPLICIT_PROMOTION and is_small
+    return finding.check is ImplicitPromotionCheck and is_small
 
 
 def _with_line(finding: Finding, definition: tuple[str, int]) -> Finding:
@@ -348,14 +355,3 @@ def _sort_key(finding: Finding) -> tuple[int, int, int]:
     """Sorts errors before warnings, then by check and by FLOPs; notes keep their order."""
     order = SEVERITIES.index(finding.severity)
     return order, order < 2 and list(_checks.CHECKS).index(finding.check), -finding.flops
-
-
-# ---------------------------------------------------------------------------
-# Rows
-# ---------------------------------------------------------------------------
-
-
-def _matmul_rows(auditor: _auditor.Auditor) -> Iterator[MatmulRow]:
-    for (names, phase, lhs, rhs), (flops, count) in auditor.matmuls.items():
-        module = _locations.module_of(names, auditor.root)
-        yield MatmulRow(module=module, phase=phase, lhs=lhs, rhs=rhs, flops=flops, count=count)

@@ -93,6 +93,17 @@ def fix_expression(sentence: str, op: OpOccurrence) -> str:
     return f"{sentence}:\n    {code}" if code else in_words(op)
 
 
+def fix_cast(op: OpOccurrence) -> str:
+    """Returns the fix that does not round a value."""
+    sentence = f"At {op.where}, do not round to 16 bits"
+    return fix_expression(sentence, op) or f"{sentence}."
+
+
+def without_rounding(op: OpOccurrence, code: str) -> list[str]:
+    """Returns the line of a fix with code that does not round a value; none without code."""
+    return [f"At {op.where}, do not round to 16 bits:\n    {code}"] if code else []
+
+
 def fix_sums(sentence: str, op: OpOccurrence, dtype: str) -> str:
     """Returns the fix of a matmul whose sums have another dtype."""
     own, argument = op.expression, f"preferred_element_type=jnp.{dtype}"
@@ -161,13 +172,7 @@ def is_in_flax(op: OpOccurrence, package: str = "flax") -> bool:
 
 def apply_code(op: OpOccurrence, context: _auditor.PolicyContext) -> str:
     """Returns code that applies the policies to an operation: to a model of Flax, or a function."""
-    is_model = any("/flax/" in file for file in op.files)
-    return context.wrap_code if is_model else context.autocast_code
-
-
-def contains_matmul(op: OpOccurrence) -> bool:
-    """Returns True if the line of the user contains the matmul itself, and not a layer."""
-    return bool(_rewrite.with_sums(op.expression, "float32"))
+    return context.wrap_code if op.is_within("/flax/") else context.autocast_code
 
 
 def _fix_layer(sentence: str, op: OpOccurrence, own: _source.Expression) -> str:

@@ -114,13 +114,9 @@ class Traced:
         the shape of a result, each of them may be a parameter.
         """
         shapes = {aval.shape for _, aval in self.results if aval.size > 1}
-        flags = [
-            leaf.value.shape in shapes
-            or leaf.in_optimizer
-            or leaf.role == _roles.PARAMETER
-            or number in self.written
-            for number, leaf in enumerate(self.leaves)
-        ]
+        is_owned = lambda leaf: leaf.in_optimizer or leaf.role == _roles.PARAMETER
+        flags = [is_owned(leaf) or leaf.value.shape in shapes for leaf in self.leaves]
+        flags = [flag or number in self.written for number, flag in enumerate(flags)]
         return flags if any(flags) else [True] * len(flags)
 
     def roles(self) -> list[str]:
