@@ -135,6 +135,8 @@ class Auditor:
         self.collected: defaultdict[type, list[Any]] = defaultdict(list)
         # (scopes, line) of a matmul -> the fix of the promotion that makes it wide.
         self.promotion_fixes: dict[tuple[_jaxprs.Path, tuple[str, int]], str] = {}
+        # Numbers of the scalar arguments by which gradients are divided.
+        self.divisors: set[int] = set()
         # Bytes that the matmuls read and write, apart from those without floats.
         self.matmul_bytes = 0
         # Calls of the matmuls before a backward pass.

@@ -41,18 +41,12 @@ _LOGITS = {
 _ON_GPU = "audit(..., target='h200') reports the choice for a GPU."
 
 
-class _Summed(NamedTuple):
-    """Matmul whose exponentials are added up, as a softmax does and a softplus does not."""
-
-    logits: _jaxprs.Equation
-
-
 @UnfusedAttentionCheck.on_operation("reduce_sum")
 def collect_sums(op: OpOccurrence, audit: _auditor.Auditor) -> None:
-    """Collects the matmuls of which a softmax is computed."""
+    """Collects the logits whose exponentials are added up, as a softmax does and a softplus not."""
     if op.is_forward:
         labels = audit.flow.labels(_labels.Logits, op.operands[0])
-        audit.collected[_Summed] += [_Summed(x.op.equation) for x in labels if x.normalized]
+        audit.collected[_labels.Logits] += [label for label in labels if label.normalized]
 
 
 @UnfusedAttentionCheck.on_operation("dot_general")
@@ -94,7 +88,8 @@ def _attention_logits(op: OpOccurrence, audit: _auditor.Auditor) -> OpOccurrence
             batches = len(_operations.dot_of(logits.equation).batch[0])
             is_one_axis = len(values.contracted[index]) == 1 and batches == len(values.batch[0])
             size, heads = math.prod(shape), math.prod(shape[:batches])
-            is_softmax = any(logits.equation is each.logits for each in audit.collected[_Summed])
+            summed = audit.collected[_labels.Logits]
+            is_softmax = any(logits.equation is each.op.equation for each in summed)
             is_softmax &= size > _BLOCK * heads and (batches > 0 or not _is_layer(logits))
             if is_softmax and is_one_axis and size == math.prod(var.aval.shape):
                 return logits

@@ -257,12 +257,6 @@ class _Event(NamedTuple):
     fix: str = _FIX
 
 
-class _Divisor(NamedTuple):
-    """Scalar argument by which gradients are divided."""
-
-    number: int
-
-
 def _of_gradient(var: _jaxprs.Atom, audit: _auditor.Auditor) -> dict[int, float | None]:
     labels = audit.flow.of(var)
     return powers_of(labels) if GRADIENT in labels else {}
@@ -278,7 +272,7 @@ def check_division(op: _checks.OpOccurrence, audit: _auditor.Auditor) -> None:
             continue
         powers = powers_of(audit.flow.of(other))
         for number in (n for n, power in powers.items() if power == divided):
-            audit.collected[_Divisor].append(_Divisor(number))
+            audit.divisors.add(number)
             if _of_gradient(var, audit).get(number, 0) == 0:
                 message = "gradients are divided by the loss scale a second time."
                 fix = f"Remove the second division by the loss scale, at {op.where}."
@@ -319,7 +313,7 @@ def check_scales(audit: _auditor.Auditor, traced: _trace.Traced) -> Iterable[_ro
     scales = set(powers_of(audit.flow.of_all(var for _, var in traced.dynamic_scales())))
     if not scales and audit.float16_backward is not None:
         scales = audit.flow.scaled_by
-    scales = (scales | {x.number for x in audit.collected[_Divisor]}) & audit.flow.scaled_by
+    scales = (scales | audit.divisors) & audit.flow.scaled_by
     events = [event for event in audit.collected[_Event] if event.number in scales]
     for event in events:
         audit.add(ScaledGradientsCheck, event.op, event.message, event.fix)

@@ -110,9 +110,8 @@ def number_of(var: _jaxprs.Atom) -> float | None:
 
 def _negated(labels: Iterable[Any]) -> frozenset[Any]:
     opposite = {PLUS: MINUS, MINUS: PLUS}
-    return frozenset(
-        From(x.number, opposite.get(x.factor, x.factor)) for x in labels if isinstance(x, From)
-    )
+    own = (x for x in labels if isinstance(x, From))
+    return frozenset(From(number, opposite.get(factor, factor)) for number, factor in own)
 
 
 def _scaled(

@@ -65,13 +65,9 @@ class Shape(NamedTuple):
 
 def _shapes(text: str) -> tuple[Shape, ...]:
     """Returns the shapes of the arrays in an HLO type; tuples are flattened."""
-    arrays = _SHAPE.findall(text)
+    arrays = (array for array in _SHAPE.findall(text) if array[0] != "token")
     sizes_of = lambda text: tuple(int(n.strip("<=? ")) for n in text.split(",") if n.strip())
-    return tuple(
-        Shape(name, sizes_of(sizes), bool(layout))
-        for name, sizes, layout in arrays
-        if name != "token"
-    )
+    return tuple(Shape(name, sizes_of(sizes), bool(layout)) for name, sizes, layout in arrays)
 
 
 # ---------------------------------------------------------------------------

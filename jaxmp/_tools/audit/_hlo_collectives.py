@@ -119,10 +119,8 @@ class ArrayContents:
         phase = phase_of(op_name)
         if op_name and not is_differentiated(op_name):
             sources = self._flow.before(result, lambda value: not self._mixes(value))
-            is_gradient = any(
-                self._mixes(value) and phase_of(self._flow.op_name(value)) == BACKWARD
-                for value in sources
-            )
+            names = (self._flow.op_name(value) for value in sources if self._mixes(value))
+            is_gradient = any(phase_of(name) == BACKWARD for name in names)
             return Content(WEIGHT_GRADIENT if is_gradient else "")
         return Content(ACTIVATION if self._is_read_by_model(result, phase) else WEIGHT_GRADIENT)
 
@@ -178,11 +176,9 @@ class ArrayContents:
         return is_matmul(value.instruction) or value.instruction.opcode in _MIXES
 
     def _of_weight(self, result: Value) -> Content:
-        phases = {
-            phase_of(self._flow.op_name(value))
-            for value in self._flow.after(result, self._is_same_weight)
-            if is_matmul(value.instruction)
-        }
+        readers = self._flow.after(result, self._is_same_weight)
+        matmuls = (value for value in readers if is_matmul(value.instruction))
+        phases = {phase_of(self._flow.op_name(value)) for value in matmuls}
         is_kept = FORWARD in phases and not phases.isdisjoint((BACKWARD, RECOMPUTE))
         return Content(WEIGHT, self._read_as(result), is_kept, bool(phases))
 

@@ -29,14 +29,11 @@ def _update(program: _hlo.Program, in_optimizer: list[bool]) -> tuple[int, int, 
     """Returns (parameters, bytes moved, minimum) of the kernels that write donated arrays."""
     entry = program.entry
     arguments = entry.parameters
+    shape_of = lambda argument: arguments[argument].shapes[0]
+    is_array = lambda argument: shape_of(argument).is_float and shape_of(argument).elements > 1
     outputs = entry.root.operands if entry.root.opcode == "tuple" else (entry.root.name,)
-    donated = {
-        number: argument
-        for number, argument in program.aliased.items()
-        if number < len(outputs) and _is_array(arguments[argument].shapes[0])
-    }
-    if not donated:
-        return 0, 0, 0
+    aliased = {n: argument for n, argument in program.aliased.items() if n < len(outputs)}
+    donated = {n: argument for n, argument in aliased.items() if is_array(argument)}
     kernels: dict[str, _hlo.Instruction] = {}
     for number in donated:
         _add_writers(entry, outputs[number], kernels)
@@ -54,23 +51,18 @@ def _update(program: _hlo.Program, in_optimizer: list[bool]) -> tuple[int, int, 
             if source.opcode != "parameter" and source.name not in kernels:
                 inputs |= {(name, shape): None for shape in shapes if shape.elements > 1}
     # Each donated array is read and written. Other arrays, such as gradients, are read.
-    floor = sum(2 * arguments[argument].shapes[0].bytes for argument in donated.values())
+    floor = sum(2 * shape_of(argument).bytes for argument in donated.values())
     floor += sum(shape.bytes for _, shape in inputs)
     own = {a for a in donated.values() if a >= len(in_optimizer) or not in_optimizer[a]}
-    return sum(arguments[a].shapes[0].elements for a in own), moved, floor
-
-
-def _is_array(shape: _hlo.Shape) -> bool:
-    return shape.is_float and shape.elements > 1
+    return sum(shape_of(argument).elements for argument in own), moved, floor
 
 
 def source_of(computation: _hlo.Computation, name: str) -> _hlo.Instruction:
     """Returns the instruction that computes a value, ignoring those that move no memory."""
     instruction = computation.instructions[name]
-    while instruction.operands and (
-        instruction.opcode in _VIEWS or instruction.opcode.endswith("-done")
-    ):
-        instruction = computation.instructions[instruction.operands[0]]
+    is_view = instruction.opcode in _VIEWS or instruction.opcode.endswith("-done")
+    if is_view and instruction.operands:
+        return source_of(computation, instruction.operands[0])
     return instruction
 
 

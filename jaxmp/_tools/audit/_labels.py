@@ -290,9 +290,8 @@ class Flow:
         labels = self.of_all(equation.invars)
         if phase == _jaxprs.BACKWARD:
             if self.has_float16 and not self.has_scale:
-                self.has_scale = any(
-                    _dataflow.is_scale(op, var, self.of) for var in equation.invars
-                )
+                scales = (_dataflow.is_scale(op, var, self.of) for var in equation.invars)
+                self.has_scale = any(scales)
             labels = labels | _GRADIENT if labels else _GRADIENT
         elif op.location.differentiated and phase == _jaxprs.FORWARD and not is_call:
             self.differentiated.update([x.number for x in labels if isinstance(x, _dataflow.From)])
@@ -378,9 +377,8 @@ def _after_cast(labels: Labels, equation: _jaxprs.Equation) -> Labels:
     if target == _dtypes.FLOAT32 and _dtypes.is_16bit(source):
         return labels | {WAS_16_BITS}
     if source == _dtypes.FLOAT32 and _dtypes.is_16bit(target):
-        return frozenset(
-            RoundedInput(x, target.name) if isinstance(x, FloatInput) else x for x in labels
-        )
+        rounded = lambda x: RoundedInput(x, target.name) if isinstance(x, FloatInput) else x
+        return frozenset(map(rounded, labels))
     if _dtypes.is_fp8(source) and not _dtypes.is_fp8(target):
         return labels | {WasFp8(source.name)}
     return labels

@@ -157,11 +157,9 @@ def fix_casts(op: OpOccurrence) -> str:
 def _own_cast(var: _jaxprs.Atom, op: OpOccurrence) -> OpOccurrence | None:
     """Returns the cast from 16 bits in the user's code that an operand comes from."""
     maker = op.body.maker_through(var, _BEFORE_MATMUL)
-    is_cast = maker is not None and maker.primitive.name == "convert_element_type"
-    if maker is None or not is_cast or not _dtypes.is_16bit(_checks.dtype_of(maker.invars[0])):
-        return None
-    cast = op.made(maker)
-    return cast if cast.is_own_call else None
+    cast = None if maker is None else op.made(maker)
+    is_cast = cast is not None and cast.name == "convert_element_type" and cast.is_own_call
+    return cast if is_cast and _checks.half_of(maker.invars) is not None else None
 
 
 def is_in_flax(op: OpOccurrence, package: str = "flax") -> bool:
@@ -391,9 +389,8 @@ def _through_calls(var: _jaxprs.Atom, op: OpOccurrence) -> tuple[_jaxprs.Atom, O
 
 def _halves(equation: _jaxprs.Equation) -> list[_jaxprs.Atom]:
     """Returns the 16-bit operands that are not literals."""
-    return [
-        v for v in equation.invars if not _jaxprs.is_literal(v) and _checks.half_of([v]) is not None
-    ]
+    variables = (var for var in equation.invars if not _jaxprs.is_literal(var))
+    return [var for var in variables if _checks.half_of([var]) is not None]
 
 
 def _is_elementwise(equation: _jaxprs.Equation, names: frozenset[str] = _ELEMENTWISE) -> bool:

@@ -275,10 +275,8 @@ def _finding_sections(
         for fix, numbers in by_fix.items()
         if fix
     )
-    return [
-        _section.Section(title, text, ("#", "check", "location", "finding"), rows),
-        _section.Section(fixes, fixes=remedies),
-    ]
+    table = _section.Section(title, text, ("#", "check", "location", "finding"), rows)
+    return [table, _section.Section(fixes, fixes=remedies)]
 
 
 def _row(group: list[Finding]) -> tuple[str, ...]:
