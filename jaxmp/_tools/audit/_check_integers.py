@@ -247,9 +247,8 @@ def label_keys(op: _checks.OpOccurrence, audit: _auditor.Auditor) -> RoundedKeys
     # `jnp.quantile` and `jnp.median` write a scalar NaN into their 16-bit keys.
     if dtype is None or not op.is_forward or operand.aval.size <= 1:
         return None
-    maker = op.body.maker_through(operand, _checks.LAYOUT - {"convert_element_type"})
-    is_cast = maker is not None and maker.primitive.name == "convert_element_type"
-    if is_cast and _checks.half_of(maker.invars):
+    before = op.made_by(operand, _checks.LAYOUT - {"convert_element_type"})
+    if before and before.name == "convert_element_type" and _checks.half_of(before.operands):
         return None
     message = f"FP32 keys are rounded to {dtype.name} at {op.where}, so that many are equal"
     fix = f"Sort the FP32 keys: remove .astype(jnp.{dtype.name}) at {op.where}."

@@ -133,18 +133,17 @@ def label_difference(op: OpOccurrence, audit: Auditor) -> RoundedDifference | No
     """Labels absolute values and squares of 16-bit differences."""
     if op.name == "mul" and op.operands[0] is not op.operands[1]:
         return None
-    difference = op.body.maker_through(op.operands[0], _checks.LAYOUT)
+    difference = op.made_by(op.operands[0], _checks.LAYOUT)
     is_loss = op.is_forward and op.location.differentiated
-    if not is_loss or difference is None or difference.primitive.name != "sub":
+    if not is_loss or difference is None or difference.name != "sub":
         return None
-    dtype = _checks.half_of(difference.outvars)
-    labels = audit.flow.labels(_Difference, *difference.outvars)
-    if dtype is None or any(isinstance(label.rounded, UserCast) for label in labels):
+    labels = audit.flow.labels(_Difference, difference.result)
+    is_reported = any(isinstance(label.rounded, UserCast) for label in labels)
+    if is_reported or not is_16bit(difference.dtype):
         return None
-    sub = op.made(difference)
-    fix = fix_expression("Subtract in FP32", sub) or Loss16BitCheck.fix
-    message = f"the differences of a loss are rounded to {dtype.name}"
-    return RoundedDifference(sub, message, fix)
+    fix = fix_expression("Subtract in FP32", difference) or Loss16BitCheck.fix
+    message = f"the differences of a loss are rounded to {difference.dtype.name}"
+    return RoundedDifference(difference, message, fix)
 
 
 @Loss16BitCheck.on_operation("reduce_sum")
@@ -341,8 +340,9 @@ def _are_slices(
 
     def is_slice(source: _jaxprs.Atom) -> bool:
         maker = op.body.maker(source)
-        is_made = maker is not None and maker.primitive.name in _SLICES
-        return is_made and _has_error(rounding, maker.invars[0], audit)
+        if maker is None or maker.primitive.name not in _SLICES:
+            return False
+        return _has_error(rounding, maker.invars[0], audit)
 
     first, second = (set(filter(is_slice, _dataflow.near(each, op.body))) for each in (var, other))
     return bool(first - second and second - first)

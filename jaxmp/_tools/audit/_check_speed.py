@@ -234,7 +234,9 @@ def label_rows(op: OpOccurrence, audit: Auditor) -> TableRows | None:
 def check_cast(op: OpOccurrence, audit: Auditor) -> None:
     """Reports looked-up rows that are cast to 16 bits, if to cast the table moves fewer bytes."""
     dtype, result = op.rounded, op.result
-    for label in audit.flow.labels(TableRows, *op.operands) if dtype is not None else ():
+    if dtype is None:
+        return
+    for label in audit.flow.labels(TableRows, *op.operands):
         table = label.op.operands[0].aval
         # The lookup reads and writes FP32 or 16 bits; the cast reads FP32 and writes 16 bits.
         after = 14 * math.prod(result.aval.shape)
@@ -246,6 +248,5 @@ def check_cast(op: OpOccurrence, audit: Auditor) -> None:
             )
             code = f"x = table.astype(jnp.{dtype.name})[tokens]"
             code = code if label.op.is_own_call else f"dtype=jnp.{dtype.name}"
-            audit.add(
-                WideGatherCheck, label.op, message, f"Cast the table before the lookup:\n    {code}"
-            )
+            fix = f"Cast the table before the lookup:\n    {code}"
+            audit.add(WideGatherCheck, label.op, message, fix)

@@ -157,15 +157,11 @@ def fix_carry(
     inside = addition.body.jaxpr
     first = loop.equation.invars[len(loop.equation.invars) - len(inside.invars) :]
     start = first[inside.invars.index(carry)]
-    maker = loop.body.maker_through(start, _checks.LAYOUT - {"broadcast_in_dim"})
-    if maker is None:
+    made = loop.made_by(start, _checks.LAYOUT - {"broadcast_in_dim"})
+    code = "" if made is None else _rewrite.in_fp32(made.expression)
+    if made is None or not code:
         return text
-    made = loop.made(maker)
-    code = _rewrite.in_fp32(made.expression)
-    if not code:
-        return text
-    where = made.where
-    lines = [f"Start in FP32, at {where}:\n    {code}"]
+    lines = [f"Start in FP32, at {made.where}:\n    {code}"]
     summand = None
     dependents = addition.body.dependents([carry])
     for index, var in enumerate(addition.equation.invars):

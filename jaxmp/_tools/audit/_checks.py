@@ -254,6 +254,11 @@ class OpOccurrence(NamedTuple):
         """Returns another equation of the same jaxpr."""
         return self._replace(equation=equation)
 
+    def made_by(self, var: _jaxprs.Atom, through: frozenset[str]) -> OpOccurrence | None:
+        """Returns the operation that makes a value, before those of the named primitives."""
+        maker = self.body.maker_through(var, through)
+        return None if maker is None else self.made(maker)
+
     def made_in(self, loop: _constructs.Inner, equation: _jaxprs.Equation) -> OpOccurrence:
         """Returns an equation of the body of a loop, which is this operation."""
         return self._replace(equation=equation, body=_analysis.Body(loop.jaxpr), outer=self)

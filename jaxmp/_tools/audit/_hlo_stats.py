@@ -273,8 +273,9 @@ def _attention_row(part: _hlo.Step, origins: Origins) -> _rows.AttentionRow:
     # Kernels of TPUs have the structure of the mask before the queries.
     arrays = map(part.shape, range(len(call.operands)))
     query = next(shape for shape in arrays if len(shape.sizes) >= 4)
+    place: dict[str, Any] = origins.of(call) | ({"phase": BACKWARD} if "Backward" in kernel else {})
     return _rows.AttentionRow(
-        **origins.of(call) | ({"phase": BACKWARD} if "Backward" in kernel else {}),
+        **place,
         kernel=kernel,
         dtype=query.dtype,
         shape=query.sizes,

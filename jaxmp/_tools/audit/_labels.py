@@ -279,9 +279,10 @@ class Flow:
             kept -= {_dataflow.SCALAR}
         if not is_call:
             kept |= _dataflow.lineage(op, own, self.of) | self._specials_after(op, special)
-        elif op.is_forward and None not in _constructs.inners(equation)[-1].results:
-            # The results have the labels of those of the jaxpr.
-            kept -= _GRADIENT
+        elif op.is_forward:
+            # Known results have the labels of those of the jaxpr.
+            unknown = (None in inner.results for inner in _constructs.inners(equation)[-1:])
+            kept -= _NONE if any(unknown) else _GRADIENT
         self._label_results(equation, kept)
 
     def _read(self, op: _checks.OpOccurrence, is_call: bool) -> Labels:

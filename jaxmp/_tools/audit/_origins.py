@@ -156,10 +156,10 @@ def fix_casts(op: OpOccurrence) -> str:
 
 def _own_cast(var: _jaxprs.Atom, op: OpOccurrence) -> OpOccurrence | None:
     """Returns the cast from 16 bits in the user's code that an operand comes from."""
-    maker = op.body.maker_through(var, _BEFORE_MATMUL)
-    cast = None if maker is None else op.made(maker)
-    is_cast = cast is not None and cast.name == "convert_element_type" and cast.is_own_call
-    return cast if is_cast and _checks.half_of(maker.invars) is not None else None
+    cast = op.made_by(var, _BEFORE_MATMUL)
+    if cast is None or cast.name != "convert_element_type" or not _checks.half_of(cast.operands):
+        return None
+    return cast if cast.is_own_call else None
 
 
 def is_in_flax(op: OpOccurrence, package: str = "flax") -> bool:
