@@ -14,10 +14,8 @@ from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jax.typing import ArrayLike
 
-from jaxmp._core._compat import target
-from jaxmp._core._dtypes import FLOATS_16BIT, floating_array, wide_dtype
-from jaxmp._core._targets import target_memory
-from jaxmp._core._typing import DTypeLike
+from jaxmp import _core
+from jaxmp._core import DTypeLike, _compat
 from jaxmp.errors import JaxmpError
 from jaxmp.losses import _arguments
 from jaxmp.losses._arguments import LossTerms, Reduction
@@ -106,9 +104,9 @@ def linear_cross_entropy(
       (2.3025..., dtype('float32'))
     """
     reduction = _arguments.check_reduction(reduction)
-    hidden, kernel = floating_array(hidden, "hidden"), floating_array(kernel, "kernel")
+    hidden, kernel = _core.floating_array(hidden, "hidden"), _core.floating_array(kernel, "kernel")
     size = columns = _arguments.check_layer(hidden, kernel, transposed)
-    bias = None if bias is None else floating_array(bias, "bias")
+    bias = None if bias is None else _core.floating_array(bias, "bias")
     if bias is not None and bias.shape != (size,):
         raise JaxmpError(
             f"bias has shape {list(bias.shape)}, and the kernel {list(kernel.shape)} has {size} "
@@ -122,7 +120,7 @@ def linear_cross_entropy(
     rows = hidden.shape[:-1]
     _arguments.check_indices(labels, rows, size, ignore_index, "hidden", hidden.shape)
     labels, counted, valid = _arguments.read_indices(labels, size, ignore_index)
-    wide = wide_dtype(hidden.dtype)
+    wide = _core.wide_dtype(hidden.dtype)
     factors = _arguments.row_factors(weights, counted, rows, wide)
     if precision is None:  # the backward pass is traced where the caller's setting has ended
         precision = jax.config.jax_default_matmul_precision  # pyright: ignore
@@ -199,7 +197,7 @@ def _total_loss(layer: _Layer, *args: jax.Array) -> Any:
     """Returns the sum of the losses of all rows times their factors."""
     arrays, factors = _flat(*args)
     if factors is None:
-        ones = jnp.ones(arrays.labels.shape, wide_dtype(arrays.hidden.dtype))
+        ones = jnp.ones(arrays.labels.shape, _core.wide_dtype(arrays.hidden.dtype))
         (factors,) = _arguments.vary_alike(ones, like=arrays)
     return _layer_total(layer, arrays, factors)
 
@@ -235,10 +233,10 @@ class _Gradients(NamedTuple):
 
 def _check_logits_dtype(dtype: DTypeLike | None, hidden: DTypeLike) -> np.dtype:
     """Returns the dtype of stored logits."""
-    wide = wide_dtype(hidden)
+    wide = _core.wide_dtype(hidden)
     if dtype is None:
         return wide
-    allowed = (wide, *sorted(FLOATS_16BIT, key=str))
+    allowed = (wide, *sorted(_core.FLOATS_16BIT, key=str))
     for known in allowed:
         if dtype in (known, known.name):
             return known
@@ -257,8 +255,8 @@ def chunk_rows(chunk: int | None, rows: int, classes: int) -> int:
     """Returns the number of rows per chunk, with chunks of equal size to minimize padding."""
     if chunk is None:
         most = _LOGITS_BYTES_ON_CPU
-        if target() != "cpu":
-            most = min(_LOGITS_BYTES, (target_memory() or math.inf) / 16)
+        if _compat.target() != "cpu":
+            most = min(_LOGITS_BYTES, (_core.target_memory() or math.inf) / 16)
         chunk = 1 << max(int(most // (4 * classes)).bit_length() - 1, 0)
     elif isinstance(chunk, bool) or not isinstance(chunk, (int, np.integer)) or chunk < 1:
         raise JaxmpError(
@@ -294,7 +292,7 @@ def _over_chunks(
 
     Without `factors`, the gradients are None.
     """
-    dtype, wide = arrays.hidden.dtype, wide_dtype(arrays.hidden.dtype)
+    dtype, wide = arrays.hidden.dtype, _core.wide_dtype(arrays.hidden.dtype)
     # Cast once, before the loop.
     kernel = arrays.kernel.astype(dtype)
     bias = None if arrays.bias is None else arrays.bias.astype(wide)
