@@ -18,8 +18,7 @@ from jaxmp._core._typing import PyTree
 from jaxmp._tools.audit import _compile, _trace
 from jaxmp._tools.audit._hlo import Program
 from jaxmp._tools.memory._cache import compiler_of
-from jaxmp._tools.memory._liveness import Value, largest_use
-from jaxmp._tools.memory._shards import Shards, bytes_of, parts_of
+from jaxmp._tools.memory._liveness import Argument, Liveness
 from jaxmp._tools.report import _section
 from jaxmp._tools.report._progress import progress_bar
 from jaxmp._tools.report._views import Report
@@ -290,24 +289,21 @@ def _compiled(
 def _estimated(traced: _trace.Traced) -> tuple[Counter[str], int, int]:
     """Returns the bytes of each kind from shapes, and the range of their sum."""
     asked, donated = _compile.asked_by(traced.jaxpr)
-    shardings = [
-        getattr(array, "sharding", None) or asked.get(n) for n, array in enumerate(traced.arrays)
+    rows = zip(traced.arrays, _kinds_of_arguments(traced), strict=True)
+    arguments = [
+        Argument(array, getattr(array, "sharding", None) or asked.get(n), kind)
+        for n, (array, kind) in enumerate(rows)
     ]
-    rows = list(zip(traced.arrays, shardings, _kinds_of_arguments(traced), strict=True))
-    shards = Shards(traced.closed, rows)
-    sizes = [bytes_of(array) // parts_of(array, sharding) for array, sharding, _ in rows]
     counts = Counter[str]()
-    for (_, _, kind), size in zip(rows, sizes, strict=True):
-        counts[kind] += size
-    outputs = sum(map(shards.size, traced.jaxpr.outvars))
-    counts["results"] = max(0, outputs - sum(sizes[n] for n in donated))
+    for each in arguments:
+        counts[each.kind] += each.bytes
+    temporary, outputs = Liveness(arguments).measure(traced.closed)
+    counts["results"] = max(0, outputs - sum(arguments[n].bytes for n in donated))
     known = counts.total()
-    arguments = [Value(0, read=size) for size in sizes]
-    counts["temporary"] = temporary = largest_use(traced.closed, arguments, shards)
-    is_divided = any(parts_of(array, sharding) > 1 for array, sharding, _ in rows)
-    error = _errors()["several" if is_divided else "one"]
-    most = known + int(temporary * error["high"]) + _WORKSPACE
-    return counts, known + int(temporary * error["low"]), most
+    counts["temporary"] = temporary
+    error = _errors()["several" if any(each.parts > 1 for each in arguments) else "one"]
+    least, most = (known + int(temporary * error[end]) for end in ("low", "high"))
+    return counts, least, most + _WORKSPACE
 
 
 def _kinds_of_arguments(traced: _trace.Traced) -> list[str]:
