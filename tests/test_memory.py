@@ -224,20 +224,6 @@ def test_the_arrays_in_a_shard_map_are_parts():
     assert estimate.temporary == jaxmp.estimate_memory(step, PARAMS, part, exact=False).temporary
 
 
-def test_a_dimension_that_is_no_multiple_of_the_devices_is_padded():
-    def heads(up, x):
-        return jnp.sum(jnp.tanh((x @ up).reshape(8192, 6, 64) @ jnp.eye(64)) ** 2)
-
-    place = functools.partial(on_mesh, {"data": 1, "model": 4})
-    x, up = place((8192, 64), "data"), place((64, 384), None, "model")
-    parts = jaxmp.estimate_memory(jax.grad(heads), up, x, exact=False).temporary
-    whole = jaxmp.estimate_memory(
-        jax.grad(heads), PARAMS[0].update(shape=up.shape), ROWS.update(shape=x.shape), exact=False
-    ).temporary
-    # Some arrays are divided by four, and those of six heads into three parts.
-    assert whole / 4 < parts < 0.4 * whole
-
-
 def test_a_loop_of_one_iteration_is_none():
     def looped(params, x):
         return jax.lax.scan(

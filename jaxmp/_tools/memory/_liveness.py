@@ -33,13 +33,11 @@ _VIEWS = frozenset(
     | {"bitcast_convert_type", "optimization_barrier", "transpose"}
 )
 _PLACEMENTS = ("reshard", "sharding_constraint")
-# Kernels that compute their operands themselves.
-_REDUCTIONS = ("reduce", "arg", "scatter", "cum", "dynamic_update_slice", "concatenate")
-# Other single results that libraries and collectives compute.
-_LIBRARY = frozenset(
-    {*MATMULS, "cholesky", "custom_call", "fft", "pallas_call", "sort", "triangular_solve"}
-    | {"all_gather", "all_to_all", "ppermute", "psum", "psum_invariant", "reduce_scatter"}
-)
+# Beginnings of kernels that compute their operands themselves, and of collectives.
+_KERNELS = ("reduce", "arg", "scatter", "cum", "dynamic_update_slice", "concatenate")
+_KERNELS += ("all_", "ppermute", "psum")
+# Other single results that libraries compute.
+_LIBRARY = {*MATMULS, "cholesky", "custom_call", "fft", "pallas_call", "sort", "triangular_solve"}
 
 
 class Argument(NamedTuple):
@@ -148,27 +146,19 @@ class Liveness(_analysis.Forward):
             if reads:
                 self._kernels.append(_Kernel(reads, [operand]))
                 operand.sources = None
-        if is_library or len(results) != 1 or name.startswith(_REDUCTIONS):
+        if is_library or len(results) != 1 or name.startswith(_KERNELS):
             self._kernels.append(_Kernel(_in_memory(operands), results, is_library, below))
         else:
             results[0].sources = operands
         return results
 
-    def _inside(
-        self, inner: Inner, operands: list[_Array], is_part: bool | None
-    ) -> tuple[list[Axes], int]:
+    def _inside(self, inner: Inner, operands: list[_Array], is_part: Any) -> tuple[list[Axes], int]:
         """Returns the axes of the results of a loop or branch, and the bytes that it requires."""
-        axes = [None if n is None else operands[n].axes for n in inner.indices]
-        while True:
-            body = copy.copy(self)
-            body._kernels = []
-            results = body.run(inner.jaxpr, [_Array(0, own) for own in axes], state=is_part)
-            new = list(axes)
-            for result, n in zip(results, inner.carried, strict=False):
-                new[n] = _union((axes[n], result.axes))
-            if new == axes:
-                return [result.axes for result in results], body._peak(results)
-            axes = new
+        body = copy.copy(self)
+        body._kernels = []
+        own = [_Array(0, None if n is None else operands[n].axes) for n in inner.indices]
+        results = body.run(inner.jaxpr, own, state=is_part)
+        return [each.axes for each in results], body._peak(results)
 
     def _axes_of_result(self, equation: Any, operands: list[_Array]) -> Axes:
         """Returns the axes that an operation passes from its operands to its results."""
@@ -180,9 +170,10 @@ class Liveness(_analysis.Forward):
         if name in MATMULS and not has_batch:
             # If they divide both operands, they divide the dimension that is summed.
             return (axes[0] or _NONE) ^ (axes[1] or _NONE)
-        if name.startswith("scatter"):
-            return axes[0]
-        return axes[1] if name == "gather" else _union(axes)
+        # An array into which updates are scattered, and the rows that indices choose.
+        known = axes[:1] if name.startswith("scatter") else axes[1:] if name == "gather" else axes
+        known = [each for each in known if each is not None]
+        return _NONE.union(*known) if known else None
 
     def _size(
         self, aval: Any, axes: Axes, is_summed: bool = True, is_part: bool | None = None
@@ -234,11 +225,6 @@ def _in_memory(arrays: Iterable[_Array]) -> set[_Array]:
             known.add(array)
             waiting += array.sources or ()
     return {array for array in known if array.sources is None}
-
-
-def _union(axes: Iterable[Axes]) -> Axes:
-    known = [each for each in axes if each is not None]
-    return _NONE.union(*known) if known else None
 
 
 def _axes_of(sharding: Any) -> frozenset[str]:
