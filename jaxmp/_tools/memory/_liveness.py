@@ -9,6 +9,7 @@ memory from its kernel to its last reader. XLA decides more than that: the measu
 
 from __future__ import annotations
 
+import collections
 import copy
 import itertools
 import math
@@ -94,18 +95,18 @@ class Liveness(_analysis.Forward):
     def __init__(self, arguments: Sequence[Argument]) -> None:
         super().__init__()
         self._kernels: list[_Kernel] = []
-        used: dict[str, frozenset[str]] = {"parameters": _NONE, "inputs": _NONE}
+        parameters, inputs = (
+            [each for each in arguments if each.kind == kind] for kind in ("parameters", "inputs")
+        )
         # Axis -> devices, number of elements of a parameter -> its parts, and those of the batch.
-        self._devices, self._parameters, self._batch = dict[str, int](), dict[int, int](), 1
-        for each in arguments:
-            if isinstance(each.sharding, NamedSharding):
-                self._devices |= each.sharding.mesh.shape
-            used[each.kind] = used.get(each.kind, _NONE) | _axes_of(each.sharding)
-            if each.kind == "parameters":
-                self._parameters[each.array.size] = each.parts
-            if each.kind == "inputs":
-                self._batch = max(self._batch, each.parts)
-        self._axes = used["parameters"] - used["inputs"]
+        shardings = [
+            each.sharding for each in arguments if isinstance(each.sharding, NamedSharding)
+        ]
+        self._devices = dict(collections.ChainMap(*(each.mesh.shape for each in shardings)))
+        self._parameters = {each.array.size: each.parts for each in parameters}
+        self._batch = max((each.parts for each in inputs), default=1)
+        of_inputs = _NONE.union(*(_axes_of(each.sharding) for each in inputs))
+        self._axes = _NONE.union(*(_axes_of(each.sharding) for each in parameters)) - of_inputs
         self._arguments = [
             _Array(each.bytes, _axes_of(each.sharding) & self._axes) for each in arguments
         ]
@@ -121,24 +122,23 @@ class Liveness(_analysis.Forward):
     def equation(self, equation: Any, operands: list[Any], frame: Any) -> list[Any]:
         """Adds the kernel of an operation, if it has one, and returns its results."""
         self.check_known(equation)
-        name, is_part = equation.primitive.name, frame.state
+        name = equation.primitive.name
         inside = inners(equation) if name in CONSTRUCTS | OPAQUE_CALLS else []
-        is_apart = any(inner.form is Form.BRANCH or inner.is_loop for inner in inside)
+        is_apart = any(
+            inner.form is Form.BRANCH or (inner.is_loop and inner.length != 1) for inner in inside
+        )
         if inside and not is_apart:
-            # The arrays in a `shard_map` are parts.
-            is_part = is_part or inside[0].form is Form.SHARDS
-            return self.enter(equation, operands, frame, is_part)
+            own = self._on_shards() if inside[0].form is Form.SHARDS else self
+            return own.enter(equation, operands, frame)
         axes, below = [self._axes_of_result(equation, operands)] * len(equation.outvars), 0
         if name in _VIEWS or (name in _PLACEMENTS and axes[0] == operands[0].axes):
             return operands
         for inner in inside:
-            own, size = self._inside(inner, operands, is_part)
+            own, size = self._inside(inner, operands)
             axes, below = own if len(own) == len(axes) else axes, max(below, size)
         is_summed = not is_apart and name not in MATMULS
-        results = [
-            _Array(self._size(var.aval, own, is_summed, is_part), own)
-            for var, own in zip(equation.outvars, axes, strict=True)
-        ]
+        pairs = zip(equation.outvars, axes, strict=True)
+        results = [_Array(self._size(var.aval, own, is_summed), own) for var, own in pairs]
         is_library = is_apart or name in _LIBRARY or "attention" in name
         for operand in operands if is_library else ():
             # XLA makes constants, such as the zeros of a sum, in place.
@@ -152,12 +152,23 @@ class Liveness(_analysis.Forward):
             results[0].sources = operands
         return results
 
-    def _inside(self, inner: Inner, operands: list[_Array], is_part: Any) -> tuple[list[Axes], int]:
+    def join(self, first: _Array, second: _Array) -> _Array:
+        """Returns the carry of a loop, which runs once."""
+        del second
+        return first
+
+    def _on_shards(self) -> Liveness:
+        """Returns an analysis of a `shard_map`, whose arrays are parts already."""
+        own = copy.copy(self)
+        own._parameters, own._batch, own._devices = {}, 1, dict.fromkeys(self._devices, 1)
+        return own
+
+    def _inside(self, inner: Inner, operands: list[_Array]) -> tuple[list[Axes], int]:
         """Returns the axes of the results of a loop or branch, and the bytes that it requires."""
         body = copy.copy(self)
         body._kernels = []
         own = [_Array(0, None if n is None else operands[n].axes) for n in inner.indices]
-        results = body.run(inner.jaxpr, own, state=is_part)
+        results = body.run(inner.jaxpr, own)
         return [each.axes for each in results], body._peak(results)
 
     def _axes_of_result(self, equation: Any, operands: list[_Array]) -> Axes:
@@ -175,9 +186,7 @@ class Liveness(_analysis.Forward):
         known = [each for each in known if each is not None]
         return _NONE.union(*known) if known else None
 
-    def _size(
-        self, aval: Any, axes: Axes, is_summed: bool = True, is_part: bool | None = None
-    ) -> int:
+    def _size(self, aval: Any, axes: Axes, is_summed: bool = True) -> int:
         """Returns the bytes of an array on each device.
 
         Args:
@@ -185,7 +194,6 @@ class Liveness(_analysis.Forward):
           axes: those that divide it.
           is_summed: False for an array that may be a gradient, which XLA sums over the batch, and
             divides, after it is whole.
-          is_part: True for the part of an array on one device.
         """
         shape, size = getattr(aval, "shape", ()), getattr(aval, "size", 0)
         axes = self._passed.get(shape, _NONE) if axes is None else axes
@@ -195,7 +203,7 @@ class Liveness(_analysis.Forward):
             parts *= self._batch
         elif is_summed:
             parts = self._parameters[size]
-        return _bytes_of(aval) // (1 if is_part else parts)
+        return _bytes_of(aval) // parts
 
     def _peak(self, results: list[_Array]) -> int:
         """Returns the most bytes of the arrays of all kernels that exist at once."""
