@@ -86,6 +86,15 @@ MUTATIONS = [
         ("test_memory.py::test_recomputed_arrays_do_not_all_exist_at_once",),
     ),
     Mutation(
+        "all gradients are estimated to exist until the last update",
+        "jaxmp/_tools/memory/_liveness.py",
+        "max((first.get(array, 0) for array in reads), default=0)",
+        "len(self._kernels) - 1",
+        (
+            "test_memory.py::test_a_gradient_exists_until_its_update_unless_the_norm_of_all_is_needed",
+        ),
+    ),
+    Mutation(
         "an interval ignores that the matmuls are narrow",
         "jaxmp/_tools/plan/_bound.py",
         'factors["narrow"] ** (width < _WIDE)',

@@ -105,6 +105,23 @@ def test_recomputed_arrays_do_not_all_exist_at_once():
     assert 8 * rows <= estimate.temporary <= 11 * rows
 
 
+def test_a_gradient_exists_until_its_update_unless_the_norm_of_all_is_needed():
+    """XLA needs 73 MB for weights of 4,096 x 4,096 and 8 rows, and 541 MB with clipping."""
+    rows = ShapeDtypeStruct((8, 256), jnp.float32)
+
+    def temporary(tx):
+        def step(params, x):
+            updates, _ = tx.update(jax.grad(squares)(params, x), tx.init(params), params)
+            return optax.apply_updates(params, updates)
+
+        return jaxmp.estimate_memory(step, PARAMS, rows).temporary
+
+    gradient = size_of(PARAMS[0])
+    assert gradient <= temporary(optax.sgd(0.1)) <= 2 * gradient
+    clipped = temporary(optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.1)))
+    assert 8 * gradient <= clipped <= 9 * gradient
+
+
 def test_masked_attention_of_flax_has_an_estimate():
     """The derivative of the mask, an integer array, has a dtype without bytes."""
     model = jaxmp.load_recipe("bf16").wrap(nn.MultiHeadDotProductAttention(4))
