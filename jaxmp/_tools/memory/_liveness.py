@@ -134,7 +134,7 @@ class Liveness(_analysis.Forward):
         if name in _VIEWS or (name in _PLACEMENTS and axes[0] == operands[0].axes):
             return operands
         for inner in inside:
-            own, size = self._inside(inner, operands)
+            own, size = self._measure_inside(inner, operands)
             axes, below = own if len(own) == len(axes) else axes, max(below, size)
         is_summed = not is_apart and name not in MATMULS
         pairs = zip(equation.outvars, axes, strict=True)
@@ -163,7 +163,7 @@ class Liveness(_analysis.Forward):
         own._parameters, own._batch, own._devices = {}, 1, dict.fromkeys(self._devices, 1)
         return own
 
-    def _inside(self, inner: Inner, operands: list[_Array]) -> tuple[list[Axes], int]:
+    def _measure_inside(self, inner: Inner, operands: list[_Array]) -> tuple[list[Axes], int]:
         """Returns the axes of the results of a loop or branch, and the bytes that it requires."""
         body = copy.copy(self)
         body._kernels = []
