@@ -204,8 +204,11 @@ def test_loops_reshapes_and_constraints_pass_the_axes_too():
         for args in ((up, x), (ShapeDtypeStruct(up.shape, up.dtype), whole[1]))
     )
     assert parts < 0.3 * all_of_it
-    gathered = functools.partial(heads, sharding=NamedSharding(x.sharding.mesh, P()))
-    assert estimate(jax.grad(gathered), up, x).temporary > 0.8 * all_of_it
+    sharded = lambda *spec: functools.partial(
+        heads, sharding=NamedSharding(x.sharding.mesh, P(*spec))
+    )
+    assert estimate(jax.grad(sharded()), up, x).temporary > 0.8 * all_of_it
+    assert estimate(jax.grad(sharded("data", P.UNCONSTRAINED)), up, x).temporary == parts
 
 
 def test_gradients_are_whole_before_they_are_summed_over_the_batch():

@@ -16,7 +16,7 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
-from jax.sharding import NamedSharding
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxmp._core._compat import jaxpr_body
 from jaxmp._programs import _analysis, _operations
@@ -175,7 +175,8 @@ class Liveness(_analysis.Forward):
         """Returns the axes that an operation passes from its operands to its results."""
         name, axes = equation.primitive.name, [operand.axes for operand in operands]
         sharding = _operations.sharding_of_result(equation) if name in _PLACEMENTS else None
-        if isinstance(sharding, NamedSharding):
+        # One that leaves dimensions to XLA keeps the axes.
+        if isinstance(sharding, NamedSharding) and PartitionSpec.UNCONSTRAINED not in sharding.spec:
             return _axes_of(sharding) & self._axes
         has_batch = name == "dot_general" and bool(_operations.dot_of(equation).batch[0])
         if name in MATMULS and not has_batch:
