@@ -142,7 +142,11 @@ class MemoryEstimate(Report):
         size = f"{text(self.most)} (compiled by {self.compiler})"
         if not self.compiler:
             size = f"{text(self.least)} to {text(self.most)} (estimated)"
-            fits += f" {_range_text()} Not compiled: {self.reason}."
+            one, several = _errors()["one"], _errors()["several"]
+            fits += " The arguments are exact; the range of the rest contains"
+            fits += f" {one['inside']} of {one['programs']} programs that were compiled for one"
+            fits += f" device, and {several['inside']} of {several['programs']} for several."
+            fits += f" Not compiled: {self.reason}."
         mood = "bad" if self.fits is False else "good" if self.fits else ""
         title = f"Memory of {self.function or 'the step'}: {size}"
         return _section.Section(title, fits, mood=mood)
@@ -155,15 +159,6 @@ def _errors() -> dict[str, dict[str, Any]]:
     `python benchmarks/memory_estimates.py --calibrate` writes the file.
     """
     return tomllib.loads(Path(__file__).with_name("errors.toml").read_text("utf-8"))
-
-
-def _range_text() -> str:
-    single, several = _errors()["one"], _errors()["several"]
-    return (
-        "The arguments are exact; the range of the rest contains"
-        f" {single['inside']} of {single['programs']} programs that were compiled for one device,"
-        f" and {several['inside']} of {several['programs']} for several."
-    )
 
 
 def estimate_memory(
