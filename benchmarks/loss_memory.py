@@ -13,9 +13,9 @@ kernel), with matmul operands in the dtype of the hidden states:
 
 Sizes are those of GPT-2 and of Llama 3 8B in benchmarks/workload_sizes.py. A chunk of 512, 2,048,
 4,096 or 8,192 rows is the default for GPT-2 on a CPU, and on GPUs with 8, 24, and 32 GB or more;
-half of that for Llama. The bytes are those that XLA reports (`memory_analysis`) in addition to
-arguments and results. Nothing is run. The H200 requires XLA's GPU compiler, which
-`pip install -e ".[aot]"` installs.
+half of that for Llama, and twice as many where the logits are bfloat16. The bytes are those that
+XLA reports (`memory_analysis`) in addition to arguments and results. Nothing is run. The H200
+requires XLA's GPU compiler, which `pip install -e ".[aot]"` installs.
 """
 
 import functools

@@ -17,7 +17,7 @@ pip install -e ".[aot]". With a file that exists, only the programs that it lack
 estimates of the chosen programs are made again. The file is written after each row. With
 --calibrate, jaxmp/_tools/memory/errors.toml is written: ratios of XLA's temporary memory and the
 estimate. Of the ranges of a width of 1.58 for one device, and of 1.95 for several, it has the one
-to which the ratios outside are closest: their logarithms have the least sum of distances.
+with the most ratios.
 Columns, per device:
 
     state       largest relative error of parameters, masters, moments, FP8 state and batch
@@ -384,7 +384,7 @@ def calibrate(rows: list[Row]) -> None:
         own = [row for row in rows if (row["devices"] == 1) == (name == "one")]
         ratios = [row["xla_temporary"] / row["temporary"] for row in own]
         logs, width = [math.log(ratio) for ratio in ratios], math.log(WIDTHS[name])
-        end = min(logs, key=lambda end: sum(max(0, end - width - x, x - end) for x in logs))
+        end = max(logs, key=lambda end: sum(end - width <= x <= end for x in logs))
         low = math.floor(math.exp(end - width) * 1000) / 1000
         high = math.ceil(math.exp(end) * 1000) / 1000
         inside = sum(low <= ratio <= high for ratio in ratios)

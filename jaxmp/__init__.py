@@ -8,8 +8,8 @@ import importlib as _importlib
 import typing as _typing
 
 from jaxmp import errors, fp8, functional, optim, typing
-from jaxmp._core._messages import missing_dependency as _missing_dependency
-from jaxmp._core._targets import default_target
+from jaxmp._core import default_target
+from jaxmp._core import missing_dependency as _missing_dependency
 from jaxmp._gradients._dynamic_loss_scale import DynamicLossScale
 from jaxmp._gradients._loss_scale import NoLossScale, StaticLossScale
 from jaxmp._policies._load import PolicyMap

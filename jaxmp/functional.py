@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from jaxmp._core._dtypes import floating_array
+from jaxmp import _core
 from jaxmp.errors import JaxmpError
 
 __all__ = ["gelu", "silu", "swiglu"]
@@ -39,7 +39,7 @@ def gelu(x: ArrayLike, *, approximate: bool = True) -> jax.Array:
       >>> jaxmp.functional.gelu(jnp.array([-1.0, 0.0, 2.0], jnp.bfloat16))
       Array([-0.158203, 0, 1.95312], dtype=bfloat16)
     """
-    x = floating_array(x, "x")
+    x = _core.floating_array(x, "x")
     if not approximate:
         # The barrier of `prevent_cse` keeps XLA from computing the derivative in the forward pass.
         return jax.checkpoint(lambda x: jax.nn.gelu(x, approximate=False))(x)
@@ -97,7 +97,7 @@ def silu(x: ArrayLike) -> jax.Array:
       >>> jaxmp.functional.silu(jnp.array([0.0, 2.0]))
       Array([0.      , 1.761594], dtype=float32)
     """
-    return jax.checkpoint(jax.nn.silu, prevent_cse=False)(floating_array(x, "x"))
+    return jax.checkpoint(jax.nn.silu, prevent_cse=False)(_core.floating_array(x, "x"))
 
 
 def swiglu(gate: ArrayLike, up: ArrayLike) -> jax.Array:
@@ -121,7 +121,7 @@ def swiglu(gate: ArrayLike, up: ArrayLike) -> jax.Array:
       >>> jaxmp.functional.swiglu(gate, up)
       Array([0.       , 5.2847824], dtype=float32)
     """
-    gate, up = floating_array(gate, "gate"), floating_array(up, "up")
+    gate, up = _core.floating_array(gate, "gate"), _core.floating_array(up, "up")
     if (gate.shape, gate.dtype) != (up.shape, up.dtype):
         raise JaxmpError(
             f"gate is {gate.dtype} of shape {list(gate.shape)}, and up is {up.dtype} of shape "

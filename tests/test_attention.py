@@ -26,7 +26,7 @@ from jaxmp._attention._arguments import arguments
 from jaxmp._attention._blockwise import blockwise_attention
 from jaxmp._attention._cudnn import one_sharding
 from jaxmp._attention._plain import xla_attention
-from jaxmp._core._compat import context
+from jaxmp._core import _compat
 from jaxmp.errors import AttentionError
 from models import floats
 from programs import named, products, trace
@@ -668,9 +668,9 @@ QUERY = shapes(2, 64, 8, 64)
 @pytest.fixture
 def gpu(monkeypatch):
     """Simulates a machine with cuDNN and an H100; nothing is compiled."""
-    monkeypatch.setattr(_choice, "cudnn_version", lambda: 91200)
-    monkeypatch.setattr(_choice, "compute_capability", lambda: (9, 0))
-    with context(target="gpu"):
+    monkeypatch.setattr(_compat, "cudnn_version", lambda: 91200)
+    monkeypatch.setattr(_compat, "compute_capability", lambda: (9, 0))
+    with _compat.context(target="gpu"):
         yield
 
 
@@ -748,12 +748,12 @@ def test_a_note_names_automatic_axes_that_key_heads_cannot_follow(gpu):
 
 
 def test_without_cudnn_or_on_an_old_gpu(gpu, monkeypatch):
-    with context(capability=(7, 0)):
+    with _compat.context(capability=(7, 0)):
         assert blockers(QUERY, QUERY, QUERY) == ["device"]
-    monkeypatch.setattr(_choice, "compute_capability", lambda: None)
+    monkeypatch.setattr(_compat, "compute_capability", lambda: None)
     large = shapes(2, 64, 8, 192)
     assert blockers(large, large, large) == ["query"]
-    monkeypatch.setattr(_choice, "cudnn_version", lambda: None)
+    monkeypatch.setattr(_compat, "cudnn_version", lambda: None)
     assert "no cuDNN" in choice(QUERY, QUERY, QUERY).rows[0].reason
 
 
@@ -774,7 +774,7 @@ def test_a_slow_choice_of_the_library_is_a_warning(
     caplog, monkeypatch, implementation, length, level
 ):
     monkeypatch.setattr(_choice, "_logged", set())
-    monkeypatch.setattr(_choice, "target", lambda: "gpu")
+    monkeypatch.setattr(_compat, "target", lambda: "gpu")
     shape = jax.ShapeDtypeStruct((1, length, 2, 8), jnp.float32)
     attend = functools.partial(dot_product_attention, implementation=implementation)
     with caplog.at_level(logging.INFO, "jaxmp.attention"):

@@ -689,8 +689,12 @@ def test_chunks_follow_the_memory_of_the_chip(context, classes, rows):
         program = str(jax.make_jaxpr(losses.linear_cross_entropy)(*args, labels))
         few = [jax.ShapeDtypeStruct((rows, 8), jnp.bfloat16), args[1]]
         one = jax.make_jaxpr(losses.linear_cross_entropy)(*few, labels.update(shape=(rows,)))
+        half = functools.partial(losses.linear_cross_entropy, logits_dtype="bfloat16")
+        halves = str(jax.make_jaxpr(half)(*args, labels))
     assert f"f32[{rows},{classes}]" in program and f"length={2**17 // rows}" in program
     assert "length=1" in str(one)
+    # The matmul writes bfloat16, so that twice as many rows take the same memory.
+    assert f"bf16[{2 * rows},{classes}]" in halves and f"length={2**16 // rows}" in halves
 
 
 def test_products_have_half_operands_and_fp32_results():

@@ -25,7 +25,7 @@ from jaxmp._attention._choice import Blocker as Blocker
 from jaxmp._attention._choice import choose_implementation, log_once
 from jaxmp._attention._cudnn import cudnn_attention
 from jaxmp._attention._plain import xla_attention
-from jaxmp._core._compat import target
+from jaxmp._core import _compat
 from jaxmp._policies import _policy
 
 _RUN: dict[str, Callable[[AttentionArguments], Any]] = {
@@ -126,7 +126,7 @@ def dot_product_attention(
         dropout_rng=dropout_rng,
         policy=policy,
         # With a policy, or on the matrix units of GPUs and TPUs, all matmuls use the compute dtype.
-        wide_gradients=policy is None and target() == "cpu",
+        wide_gradients=policy is None and _compat.target() == "cpu",
         return_residual=return_residual,
     )
     result = run_attention(args, implementation)

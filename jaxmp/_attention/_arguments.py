@@ -17,9 +17,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from jaxmp._core import _dtypes
-from jaxmp._core._messages import did_you_mean
-from jaxmp._core._typing import ArrayLike
+from jaxmp import _core
+from jaxmp._core import ArrayLike
 from jaxmp._policies._policy import ATTENTION, PolicyLike, get_policy
 from jaxmp.errors import AttentionError
 
@@ -105,7 +104,9 @@ def check_implementation(implementation: object) -> str:
     if implementation is None:
         return "auto"
     if implementation not in ATTENTION:
-        hint = did_you_mean(implementation, ATTENTION) if isinstance(implementation, str) else ""
+        hint = (
+            _core.did_you_mean(implementation, ATTENTION) if isinstance(implementation, str) else ""
+        )
         raise AttentionError(
             f"Unknown implementation={implementation!r}.{hint} Allowed: "
             f"{', '.join(map(repr, ATTENTION))}, and None, which is 'auto'; for example "
@@ -118,7 +119,7 @@ def with_scaled_query(args: AttentionArguments) -> AttentionArguments:
     """Returns arguments without an array `scale`, by multiplying the query with it in FP32."""
     if args.scale is None:
         return args
-    query = args.query.astype(_dtypes.wide_dtype(args.query.dtype))
+    query = args.query.astype(_core.wide_dtype(args.query.dtype))
     query = (query * args.scale.astype(query.dtype)).astype(args.query.dtype)
     return dataclasses.replace(args, query=query, scale=None)
 
@@ -215,7 +216,7 @@ def _check_dtypes(query: jax.Array, key: jax.Array, value: jax.Array) -> None:
         for name, dtype in zip(("query", "key", "value"), dtypes, strict=True)
     )
     if len(set(dtypes)) > 1:
-        widest = max(dtypes, key=lambda dtype: _dtypes.bits(dtype) if dtype.name in _DTYPES else 0)
+        widest = max(dtypes, key=lambda dtype: _core.bits(dtype) if dtype.name in _DTYPES else 0)
         raise AttentionError(
             f"{names}: the three must share a dtype. Cast them, or name the compute dtype: "
             f"dot_product_attention(query, key, value, policy={widest.name!r})."

@@ -18,10 +18,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jaxmp import _core
 from jaxmp._attention import _arguments
 from jaxmp._attention._arguments import NO_KEY, AttentionArguments, AttentionSettings
-from jaxmp._core import _compat, _dtypes, _targets
-from jaxmp._core._typing import PyTree
+from jaxmp._core import PyTree, _compat
 
 # Smallest and largest number of positions per block, and of logits at a time (64 MiB in FP32). On a
 # GPU, whose blocks are few and large, their FP32 logits take at most this share of its memory. The
@@ -85,7 +85,7 @@ def _block_size(heads: int) -> int:
     blocks, as many logits at a time as its memory allows.
     """
     block, logits = _MOST, _LOGITS
-    memory = _targets.target_memory() if _compat.target() == "gpu" else None
+    memory = _core.target_memory() if _compat.target() == "gpu" else None
     if memory is not None:
         block, logits = _MOST_ON_GPU, max(logits, memory * _SHARE_OF_GPU / 4)
     while block > _LEAST and heads * block * block > logits:
@@ -182,7 +182,7 @@ class _Blocks:
     def __init__(self, shape: _Shape, operands: AttentionArguments) -> None:
         self.shape, self.settings, self.operands = shape, operands.settings, operands
         self.dtype = operands.query.dtype
-        self.wide = _dtypes.wide_dtype(self.dtype)
+        self.wide = _core.wide_dtype(self.dtype)
         self.query = _split(operands.query, shape.query_block, shape.query_blocks, shape)
         self.key = _split(operands.key, shape.key_block, shape.key_blocks, shape)[:, :, :, 0]
         self.value = _split(operands.value, shape.key_block, shape.key_blocks, shape)[:, :, :, 0]

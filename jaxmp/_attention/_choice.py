@@ -12,10 +12,10 @@ from typing import ClassVar
 import jax
 from jax.sharding import AxisType
 
+from jaxmp import _core
 from jaxmp._attention._arguments import AttentionArguments
 from jaxmp._attention._cudnn import padded_size
-from jaxmp._core import _dtypes, _explanation, _messages, _targets
-from jaxmp._core._compat import compute_capability, cudnn_version, target
+from jaxmp._core import _compat
 from jaxmp.errors import AttentionError
 
 _log = logging.getLogger("jaxmp.attention")
@@ -32,7 +32,7 @@ _LARGEST_HEAD, _LARGEST_HEAD_HOPPER = 128, 256
 
 
 @dataclasses.dataclass(frozen=True)
-class Blocker(_explanation.ExplanationRow):
+class Blocker(_core.ExplanationRow):
     """Reason why an implementation cannot serve a call.
 
     Attributes:
@@ -50,7 +50,7 @@ class Blocker(_explanation.ExplanationRow):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class AttentionExplanation(_explanation.ExplanationSection[Blocker]):
+class AttentionExplanation(_core.ExplanationSection[Blocker]):
     """Implementation of an attention call, with the reason.
 
     Attributes:
@@ -132,7 +132,11 @@ def log_once(choice: AttentionExplanation) -> None:
         return
     _logged.add((choice.implementation, blocker))
     # A call with few logits, as with the short batch of an `init`, is fast without a fused kernel.
-    is_slow = choice.implementation == "blockwise" and choice.reason != ASKED and target() != "cpu"
+    is_slow = (
+        choice.implementation == "blockwise"
+        and choice.reason != ASKED
+        and _compat.target() != "cpu"
+    )
     _log.log(logging.WARNING if is_slow else logging.INFO, "attention runs as %s", choice)
 
 
@@ -142,30 +146,30 @@ def log_once(choice: AttentionExplanation) -> None:
 
 
 def _device_blockers() -> Iterator[Blocker]:
-    device = target()
+    device = _compat.target()
     if device != "gpu":
         reason = f"the program is compiled for {device}"
         splash = "Call jax.experimental.pallas.ops.tpu.splash_attention in an attention function."
         change = splash if device == "tpu" else "Compile the program for a GPU."
         yield Blocker("device", reason, change)
-    elif cudnn_version() is None:
-        commands = " or ".join(map(_messages.install_command, ("cuda12", "cuda13")))
+    elif _compat.cudnn_version() is None:
+        commands = " or ".join(map(_core.install_command, ("cuda12", "cuda13")))
         change = f"Install it: {commands}."
         yield Blocker("device", "JAX finds no cuDNN", change)
-    elif gpu := _targets.unsupported_gpu(_targets.FUSED_ATTENTION):
-        first = _targets.capability_text(_targets.FUSED_ATTENTION)
+    elif gpu := _core.unsupported_gpu(_core.FUSED_ATTENTION):
+        first = _core.capability_text(_core.FUSED_ATTENTION)
         reason = f"the kernel requires compute capability {first} or more, this is {gpu}"
         yield Blocker("device", reason, "Use implementation='auto'.")
 
 
 def _operand_blockers(args: AttentionArguments) -> Iterator[Blocker]:
     dtype = args.query.dtype
-    if not _dtypes.is_16bit(dtype):
+    if not _core.is_16bit(dtype):
         reason = f"the kernel takes 16 bits, the operands are {dtype.name}"
         yield Blocker("policy", reason, "Write policy='bfloat16'.")
     # JAX reads the capability of the local GPU, even if it compiles for another one.
-    capability = compute_capability()
-    is_hopper = capability is not None and capability >= _targets.LARGE_ATTENTION_HEADS
+    capability = _compat.compute_capability()
+    is_hopper = capability is not None and capability >= _core.LARGE_ATTENTION_HEADS
     largest = _LARGEST_HEAD_HOPPER if is_hopper else _LARGEST_HEAD
     padded = padded_size(args.query.shape[-1], args.value.shape[-1])
     if padded > largest:
@@ -183,7 +187,7 @@ def _operand_blockers(args: AttentionArguments) -> Iterator[Blocker]:
 
 def _mask_blockers(args: AttentionArguments) -> Iterator[Blocker]:
     bias, dtype = args.bias, args.query.dtype
-    if bias is not None and _dtypes.is_16bit(dtype) and bias.dtype != dtype:
+    if bias is not None and _core.is_16bit(dtype) and bias.dtype != dtype:
         reason = f"the kernel reads the bias as {dtype.name}, and it is {bias.dtype.name}"
         change = "Write bias=bias.astype(query.dtype) if its precision suffices."
         yield Blocker("bias", reason, change)

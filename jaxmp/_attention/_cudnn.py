@@ -30,7 +30,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxmp._attention import _arguments
 from jaxmp._attention._arguments import NO_KEY, AttentionArguments, AttentionSettings
 from jaxmp._attention._plain import seeing_queries
-from jaxmp._core._compat import partition_spec
+from jaxmp._core import _compat
 from jaxmp.errors import AttentionError
 
 # Operand -> its dimensions. The kernel can be sharded over b, the batch, and n, the heads.
@@ -161,7 +161,7 @@ def _specs(mesh: Mesh, names: tuple[str, ...], infos: Sequence[Any]) -> list[Par
     """
     query, key = infos[0], infos[names.index("key") if "key" in names else 0]
     heads, groups = query.shape[-2], key.shape[-2]
-    spec = partition_spec(query.sharding, mesh, len(query.shape))
+    spec = _compat.partition_spec(query.sharding, mesh, len(query.shape))
     *leading, batch, _, axes, _ = spec or (None,) * len(query.shape)
     over = {None: ()}.get(axes, axes if isinstance(axes, tuple) else (axes,))
     if spec is None or groups % math.prod(mesh.shape[axis] for axis in over):

@@ -15,10 +15,10 @@ from jax.core import Tracer
 from jax.lax import PrecisionLike
 from jax.typing import DTypeLike
 
+from jaxmp import _core
 from jaxmp._attention import _arguments, _declared, run_attention
 from jaxmp._attention._declared import Declaration
 from jaxmp._attention._plain import attend, weight_dropout
-from jaxmp._core._dtypes import is_16bit
 from jaxmp._policies._policy import Policy
 from jaxmp.errors import AttentionError
 
@@ -156,7 +156,7 @@ def attention_under_policy(
       path: the path of the layer.
     """
     is_requested = policy.implementation != "auto" or policy.mask != "array"
-    if current is default and (is_requested or is_16bit(policy.compute_dtype)):
+    if current is default and (is_requested or _core.is_16bit(policy.compute_dtype)):
         current = AttentionFunction()
     if not isinstance(current, AttentionFunction):
         return current

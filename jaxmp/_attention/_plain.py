@@ -14,9 +14,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxmp import _core
 from jaxmp._attention._arguments import NO_KEY, AttentionArguments, masks_at
-from jaxmp._core._dtypes import wide_dtype
-from jaxmp._core._wide import wide_product
 
 
 def attend(
@@ -100,7 +99,7 @@ def _logits(
     wide_gradients: bool,
 ) -> jax.Array:
     """Computes QK^T `[B..., N, T, S]` in FP32; in float64 for float64 operands."""
-    wide = wide_dtype(query.dtype)
+    wide = _core.wide_dtype(query.dtype)
     if einsum is not None:
         return einsum("...qhd,...khd->...hqk", query, key).astype(wide)
     heads, size = query.ndim - 2, query.ndim - 1
@@ -114,7 +113,7 @@ def _logits(
         return product(query, key)
     if wide_gradients:
         return product(query, key, preferred_element_type=wide)
-    return wide_product(product, query, key, wide)
+    return _core.wide_product(product, query, key, wide)
 
 
 def _masked(

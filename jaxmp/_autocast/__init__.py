@@ -22,13 +22,12 @@ from typing import Any, ParamSpec, TypeVar
 
 import jax
 
+from jaxmp import _core, _programs
 from jaxmp._autocast._explain import AutocastExplanation, Recorder
 from jaxmp._autocast._replay import Autocast
 from jaxmp._autocast._resolve import make_config, trace
-from jaxmp._core import _messages
 from jaxmp._policies import _device, _load
 from jaxmp._policies._op_table import OpTable
-from jaxmp._programs._locations import FULL_PRECISION
 from jaxmp.fp8 import _explain
 
 P = ParamSpec("P")
@@ -49,7 +48,7 @@ def full_precision() -> Iterator[None]:
       >>> autocast(f, "p=f32,c=bf16,o=f32")(jnp.ones((2, 3))).dtype
       dtype('float32')
     """
-    with jax.named_scope(FULL_PRECISION):
+    with jax.named_scope(_programs.FULL_PRECISION):
         yield
 
 
@@ -103,7 +102,7 @@ def autocast(
       dtype('float32')
     """
     config = make_config(fn, recipe, ops, "autocast")
-    mark = _messages.Mark()
+    mark = _core.Mark()
 
     @functools.wraps(fn)
     def autocast_fn(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -116,7 +115,7 @@ def autocast(
         _explain.warn_if_unused(f"autocast({getattr(fn, '__name__', 'fn')}, ...)", rows, 2)
         return traced.results(arrays)
 
-    return _messages.warn_if_dropped(autocast_fn, "loss_fn = jaxmp.autocast(loss_fn, recipe)")
+    return _core.warn_if_dropped(autocast_fn, "loss_fn = jaxmp.autocast(loss_fn, recipe)")
 
 
 def explain_operations(

@@ -16,6 +16,7 @@ import jax
 import numpy as np
 from jax.core import AbstractValue
 
+from jaxmp import _core, _programs
 from jaxmp._autocast._resolve import ScopePolicy
 from jaxmp._autocast._values import (
     Priority,
@@ -27,13 +28,9 @@ from jaxmp._autocast._values import (
     to_16bit,
     widest,
 )
-from jaxmp._core import _compat, _dtypes
-from jaxmp._core._typing import Array, DTypeLike
+from jaxmp._core import Array, DTypeLike, _compat
 from jaxmp._policies._resolve import narrow_reason
-from jaxmp._programs import _analysis, _jaxprs, _matmuls
-from jaxmp._programs._interpreter import Frame
-from jaxmp._programs._operations import arithmetic_of, is_unique, new_dtype_of
-from jaxmp._programs._uses import SENSITIVE, Use
+from jaxmp._programs import Frame, Use
 
 # Arithmetic on two operands, which rounds its result to the dtype of the result.
 ARITHMETIC = frozenset(("add", "add_any", "sub", "mul", "div", "rem", "atan2"))
@@ -53,7 +50,9 @@ _WHY_WIDE = {
 def is_identity(equation: _compat.JaxprEqn) -> bool:
     """Returns True for a conversion to the recorded dtype, as `jnp.mean` contains."""
     is_conversion = equation.primitive.name == "convert_element_type"
-    return is_conversion and _jaxprs.array_aval(equation.invars[0]).dtype == new_dtype_of(equation)
+    return is_conversion and _programs.array_aval(
+        equation.invars[0]
+    ).dtype == _programs.new_dtype_of(equation)
 
 
 # ---------------------------------------------------------------------------
@@ -61,7 +60,7 @@ def is_identity(equation: _compat.JaxprEqn) -> bool:
 # ---------------------------------------------------------------------------
 
 
-class _MadeInFp32(_analysis.Forward):
+class _MadeInFp32(_programs.Forward):
     """For each variable, True for an array that is FP32 because an FP32 operation computes it.
 
     They are the results of FP32 operations and, transitively, of "widest" and "follow" operations
@@ -94,7 +93,7 @@ class _Read(NamedTuple):
     otherwise_later: bool
 
 
-class Consumers(_analysis.Backward):
+class Consumers(_programs.Backward):
     """Consumers of the variables of one jaxpr.
 
     Args:
@@ -119,7 +118,7 @@ class Consumers(_analysis.Backward):
             and all(read is not None and not read.otherwise_later for read in results)
         )
         # "widest" casts its other operands to FP32 if one is FP32.
-        operands = (var for var in equation.invars if not _jaxprs.is_literal(var))
+        operands = (var for var in equation.invars if not _programs.is_literal(var))
         later = later or (kind == "widest" and any(self._wide[var] for var in operands))
         return [_Read(kind != "fp32", not later)] * len(equation.invars)
 
@@ -171,7 +170,7 @@ class Environment:
         if key not in self.casts:
             # Storing the array prevents the reuse of its id. The scope marks the cast, so that an
             # audit does not report it as implicit promotion.
-            with jax.named_scope(_jaxprs.AUTOCAST):
+            with jax.named_scope(_programs.AUTOCAST):
                 self.casts[key] = value.array, to_16bit(value, dtype)
         return self.casts[key][1]
 
@@ -233,32 +232,34 @@ def decide(
         return Decision(None, priority, f"{next(types, None)} is never cast")
     if name == "convert_element_type":
         # Also that of the author, or of a `jnp.sum` in 16 bits, if a later operation decides.
-        is_rounding = _dtypes.is_16bit(new_dtype_of(equation)) and use & (SENSITIVE & ~Use.RESULT)
-        if is_identity(equation) or (is_rounding and values[0].dtype == _dtypes.FLOAT32):
+        is_rounding = _core.is_16bit(_programs.new_dtype_of(equation)) and use & (
+            _programs.SENSITIVE & ~Use.RESULT
+        )
+        if is_identity(equation) or (is_rounding and values[0].dtype == _core.FLOAT32):
             return Decision(None, weak if is_rounding else priority, reason)
-        return Decision(new_dtype_of(equation), Priority.COMPUTED, reason)
+        return Decision(_programs.new_dtype_of(equation), Priority.COMPUTED, reason)
     if category == "low":
         return _of_matmul(equation, values, env, policy, use)
     if category == "opaque":
         return Decision(None, priority, reason, as_recorded=True)
     if category == "fp32" or policy.is_fp32 or _leads_to_fp32(equation, env):
         reason = reason if category == "fp32" else policy.reason
-        return Decision(_dtypes.FLOAT32, Priority.COMPUTED, reason)
-    if _matmuls.is_outer_product(equation):
+        return Decision(_core.FLOAT32, Priority.COMPUTED, reason)
+    if _programs.is_outer_product(equation):
         reason = "an outer product, which sums nothing, keeps its wider operand"
     if (
-        use & SENSITIVE
+        use & _programs.SENSITIVE
         and priority is not Priority.CONSTANT
         and (category == "widest" or name in BOUNDED)
     ):
         # Weakly typed, so that consumers that do not magnify the rounding compute in 16 bits.
         variable = [value for value in floating if value.priority is not Priority.CONSTANT]
         return Decision(
-            _dtypes.FLOAT32 if name in ARITHMETIC | BOUNDED else widest(variable), weak, reason
+            _core.FLOAT32 if name in ARITHMETIC | BOUNDED else widest(variable), weak, reason
         )
-    if name == "gather" and _dtypes.is_16bit(values[0].dtype) and not is_unique(equation):
+    if name == "gather" and _core.is_16bit(values[0].dtype) and not _programs.is_unique(equation):
         # Its gradient sums all entries of an index. XLA fuses the casts with the gather.
-        return Decision(_dtypes.FLOAT32, priority, reason, values[0].dtype)
+        return Decision(_core.FLOAT32, priority, reason, values[0].dtype)
     if category == "widest":
         return Decision(common_dtype(values), priority, reason)
     return Decision(None, priority, reason)
@@ -285,9 +286,9 @@ def _of_matmul(
     4. the output dtype of the deciding rule, if it is wider than the compute dtype;
     5. the compute dtype.
     """
-    recorded = [_jaxprs.array_aval(v).dtype for v in equation.invars if is_castable_aval(v.aval)]
-    options, dtype = arithmetic_of(equation), policy.dtype
-    if not _dtypes.is_16bit(recorded[0]):
+    recorded = [_programs.array_aval(v).dtype for v in equation.invars if is_castable_aval(v.aval)]
+    options, dtype = _programs.arithmetic_of(equation), policy.dtype
+    if not _core.is_16bit(recorded[0]):
         why = "its author asked for precision=HIGHEST" if options and options.is_highest else ""
         why = why or (_WHY_WIDE[Use.SOLVED] if Use.SOLVED in use else "")
         if why:
@@ -299,15 +300,15 @@ def _of_matmul(
         reason += f"; {narrow}"
     if preferred is not None and any(preferred != operand_dtype for operand_dtype in recorded):
         return Decision(dtype, Priority.COMPUTED, reason, preferred)
-    if _dtypes.is_16bit(dtype) and _is_fp32_only(equation, env, dtype):
-        return Decision(dtype, Priority.COMPUTED, reason, _dtypes.FLOAT32)
-    if policy.in_jvp_rule and all(map(_dtypes.is_16bit, recorded)):
+    if _core.is_16bit(dtype) and _is_fp32_only(equation, env, dtype):
+        return Decision(dtype, Priority.COMPUTED, reason, _core.FLOAT32)
+    if policy.in_jvp_rule and all(map(_core.is_16bit, recorded)):
         # A tangent of a wide matmul: its transpose must meet a cotangent in 16 bits.
         return Decision(dtype, Priority.COMPUTED, reason, dtype)
-    if _dtypes.is_16bit(dtype) and use & SENSITIVE and not narrow:
+    if _core.is_16bit(dtype) and use & _programs.SENSITIVE and not narrow:
         reason += f"; FP32 result: {next(why for u, why in _WHY_WIDE.items() if u in use)}"
-    if narrow or use & SENSITIVE:
-        return Decision(dtype, Priority.NARROW, reason, _dtypes.FLOAT32)
+    if narrow or use & _programs.SENSITIVE:
+        return Decision(dtype, Priority.NARROW, reason, _core.FLOAT32)
     return Decision(dtype, Priority.COMPUTED, reason, policy.wide_output or dtype)
 
 
@@ -319,9 +320,9 @@ def _is_fp32_only(equation: _compat.JaxprEqn, env: Environment, dtype: np.dtype)
     """
     var, consumers = equation.outvars[0], env.consumers
     is_only = consumers.is_fp32_only(var)
-    if dtype == _dtypes.FLOAT16 and is_matmul(equation):
+    if dtype == _core.FLOAT16 and is_matmul(equation):
         is_only = is_only or consumers.leads_to_fp32_only(var)
-    return _jaxprs.array_aval(var).dtype == _dtypes.FLOAT32 and is_only
+    return _programs.array_aval(var).dtype == _core.FLOAT32 and is_only
 
 
 def _leads_to_fp32(equation: _compat.JaxprEqn, env: Environment) -> bool:

@@ -11,13 +11,12 @@ from typing import Any, ClassVar
 import jax.numpy as jnp
 import numpy as np
 
+from jaxmp import _core, _programs
 from jaxmp._autocast._decide import Decision
 from jaxmp._autocast._resolve import AutocastConfig, ScopePolicy, path_of
 from jaxmp._autocast._values import is_castable_aval
-from jaxmp._core import _dtypes, _explanation
+from jaxmp._core import Array
 from jaxmp._core._compat import JaxprEqn
-from jaxmp._core._typing import Array
-from jaxmp._programs import _constructs, _jaxprs, _locations, _matmuls
 
 IN_RULE = "inside a custom_vjp, which runs as its author wrote it"
 # Kernels. Their jaxprs compute on blocks of the operands, so the shapes inside do not give the
@@ -26,7 +25,7 @@ _KERNELS = ("pallas_call", "mpmd_map", "tpu_custom_call", "mosaic_gpu_p")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class AutocastDecision(_explanation.ExplanationRow):
+class AutocastDecision(_core.ExplanationRow):
     """One matmul or convolution of a function under autocast.
 
     Args:
@@ -57,19 +56,19 @@ class AutocastDecision(_explanation.ExplanationRow):
     def is_low(self) -> bool:
         """True if both operands are floating-point and have at most 16 bits."""
         dtypes = [jnp.dtype(name) for name in self.dtype.split(" x ")]
-        return all(jnp.issubdtype(d, jnp.floating) and _dtypes.bits(d) <= 16 for d in dtypes)
+        return all(jnp.issubdtype(d, jnp.floating) and _core.bits(d) <= 16 for d in dtypes)
 
     def cells(self) -> tuple[str, ...]:
         times = f"{self.count} x " if self.count > 1 else ""
         shapes = " and ".join("[" + ", ".join(map(str, shape)) + "]" for shape in self.shapes)
         location = self.path or "(no scope)"
-        location += f", {self.phase}" if self.phase != _jaxprs.FORWARD else ""
+        location += f", {self.phase}" if self.phase != _programs.FORWARD else ""
         source = f"{pathlib.Path(self.file).name}:{self.line}" if self.file else ""
         return self.dtype, location, f"{times}{self.primitive} of {shapes}", source, self.reason
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class AutocastExplanation(_explanation.ExplanationSection[AutocastDecision]):
+class AutocastExplanation(_core.ExplanationSection[AutocastDecision]):
     """The matmuls and convolutions of a function under autocast; `str()` prints a table.
 
     Attributes:
@@ -116,11 +115,11 @@ class Recorder:
         self.config = config
         self._rows: dict[AutocastDecision, list[int]] = {}
         self._notes: dict[str, None] = {}
-        self._lines = _locations.Lines()
+        self._lines = _programs.Lines()
         # Enclosing equations, the innermost first.
         self._enclosing: tuple[Any, ...] = ()
         # Number of executions, and pass, of the innermost enclosing equation.
-        self._times, self._phase = 1, _jaxprs.FORWARD
+        self._times, self._phase = 1, _programs.FORWARD
 
     def explanation(self) -> AutocastExplanation:
         """Returns an explanation of all recorded decisions."""
@@ -134,26 +133,26 @@ class Recorder:
     def inside(self, equation: JaxprEqn) -> Iterator[None]:
         """Records the matmuls of this block as part of `equation`."""
         before = self._enclosing, self._times, self._phase
-        form = _constructs.form_of(equation)
-        if form is _constructs.Form.WHILE:
+        form = _programs.form_of(equation)
+        if form is _programs.Form.WHILE:
             self._notes["a loop that ends by a test is counted once"] = None
-        if form is _constructs.Form.BRANCH:
+        if form is _programs.Form.BRANCH:
             self._notes["all branches of a condition are counted"] = None
         self._enclosing = (equation, *self._enclosing)
-        self._times *= max((inner.times for inner in _constructs.inners(equation)), default=1)
-        self._phase = _jaxprs.phase_of(str(equation.source_info.name_stack), self._phase)
+        self._times *= max((inner.times for inner in _programs.inners(equation)), default=1)
+        self._phase = _programs.phase_of(str(equation.source_info.name_stack), self._phase)
         try:
             yield
         finally:
             self._enclosing, self._times, self._phase = before
 
-    def as_recorded(self, equation: JaxprEqn, scope_path: _jaxprs.Path, reason: str) -> None:
+    def as_recorded(self, equation: JaxprEqn, scope_path: _programs.Path, reason: str) -> None:
         """Records the matmuls of an equation that runs in the dtypes in which it was traced."""
-        if equation.primitive.name in _matmuls.MATMULS:
+        if equation.primitive.name in _programs.MATMULS:
             self._add(
                 equation,
                 scope_path,
-                [_jaxprs.array_aval(var).dtype for var in equation.invars[:2]],
+                [_programs.array_aval(var).dtype for var in equation.invars[:2]],
                 reason,
             )
             return
@@ -161,14 +160,14 @@ class Recorder:
             self._notes[f"what is inside of {equation.primitive.name} is not counted"] = None
             return
         with self.inside(equation):
-            for inner in _constructs.inners(equation):
-                for each in _jaxprs.equations(inner.jaxpr, inside=False):
+            for inner in _programs.inners(equation):
+                for each in _programs.equations(inner.jaxpr, inside=False):
                     self.as_recorded(each, scope_path, reason)
 
     def equation(
         self,
         equation: JaxprEqn,
-        scope_path: _jaxprs.Path,
+        scope_path: _programs.Path,
         decision: Decision,
         policy: ScopePolicy,
         in_fp8: Callable[..., Array] | None,
@@ -183,7 +182,7 @@ class Recorder:
           in_fp8: the `fp8.dot_general` that replaces the equation; None if it does not run in FP8.
         """
         name = equation.primitive.name
-        if name not in _matmuls.MATMULS:
+        if name not in _programs.MATMULS:
             if decision.as_recorded:
                 self.as_recorded(equation, scope_path, self._why_opaque(name))
             return
@@ -191,7 +190,7 @@ class Recorder:
         reason = decision.reason if in_fp8 is None else policy.reason
         if policy.uses_fp8 and in_fp8 is None and decision.result is not None:
             reason += "; not in FP8, see .fp8"
-        recorded = [(var.aval, _jaxprs.array_aval(var).dtype) for var in equation.invars[:2]]
+        recorded = [(var.aval, _programs.array_aval(var).dtype) for var in equation.invars[:2]]
         is_cast = lambda aval: dtype is not None and is_castable_aval(aval)
         self._add(
             equation, scope_path, [dtype if is_cast(a) else old for a, old in recorded], reason
@@ -205,14 +204,14 @@ class Recorder:
         return f"inside {name}: {reason}"
 
     def _add(
-        self, equation: JaxprEqn, scope_path: _jaxprs.Path, dtypes: list[np.dtype], reason: str
+        self, equation: JaxprEqn, scope_path: _programs.Path, dtypes: list[np.dtype], reason: str
     ) -> None:
-        product = _matmuls.matmul_of(equation)
+        product = _programs.matmul_of(equation)
         file, line = self._lines.of((equation, *self._enclosing))
         shown = list(dict.fromkeys(jnp.dtype(dtype).name for dtype in dtypes))
         row = AutocastDecision(
             path=path_of(scope_path),
-            phase=_jaxprs.phase_of(str(equation.source_info.name_stack), self._phase),
+            phase=_programs.phase_of(str(equation.source_info.name_stack), self._phase),
             primitive=equation.primitive.name,
             shapes=tuple(tuple(var.aval.shape) for var in equation.invars[:2]),  # type: ignore
             dtype=" x ".join(shown),

@@ -7,14 +7,12 @@ from typing import Any
 
 from jax import lax
 
+from jaxmp import _core, _programs
 from jaxmp._autocast._decide import Decision
 from jaxmp._autocast._resolve import IN_CUSTOM_VJP, AutocastConfig, ScopePolicy, path_of
 from jaxmp._autocast._values import Value, is_matmul, kernel_of
-from jaxmp._core import _compat, _dtypes, _trees, _wide
-from jaxmp._core._typing import Array, DTypeLike
+from jaxmp._core import Array, DTypeLike, _compat
 from jaxmp._policies._device import matmul_precision
-from jaxmp._programs import _bind, _jaxprs, _operations
-from jaxmp._programs._constructs import sub_jaxprs
 from jaxmp.fp8 import _explain as fp8_explain
 from jaxmp.fp8._dot_general import dot_general
 
@@ -35,41 +33,41 @@ def multiply(
       policy: the policy of its scopes.
       in_fp8: the `fp8.dot_general` that replaces it; None: it runs in `decision.dtype`.
     """
-    options, dtype, wide = _operations.arithmetic_of(equation), decision.dtype, decision.result
+    options, dtype, wide = _programs.arithmetic_of(equation), decision.dtype, decision.result
     if options is None:
-        out = _bind.bind(equation, arrays)
-        return out if wide == dtype else _trees.cast(out, wide)
+        out = _programs.bind(equation, arrays)
+        return out if wide == dtype else _core.cast(out, wide)
     if in_fp8 is not None:
-        dot = tuple(_operations.dot_of(equation))
+        dot = tuple(_programs.dot_of(equation))
         return in_fp8(*arrays, dot, options.precision, wide, out_sharding=options.out_sharding)
     changes: dict[str, Any] = {"preferred_element_type": dtype}
     precision = matmul_precision(policy.policy, None)
-    if not _dtypes.is_16bit(dtype) and options.precision is None and precision is not None:
+    if not _core.is_16bit(dtype) and options.precision is None and precision is not None:
         changes["precision"] = (lax.Precision(precision),) * 2
     if wide == dtype:
-        return _bind.bind(equation, arrays, **changes)
+        return _programs.bind(equation, arrays, **changes)
 
     def matmul(*operands: Array, preferred_element_type: DTypeLike = dtype) -> Array:
-        product = lambda *arrays, **dtypes: _bind.bind(equation, list(arrays), **dtypes)
+        product = lambda *arrays, **dtypes: _programs.bind(equation, list(arrays), **dtypes)
         # XLA's CPU compiler has no kernel for all such gradients of weights.
         if preferred_element_type != dtype and _compat.target() == "cpu" and _is_of_rows(equation):
-            return _wide.widened_product(product, *operands)
+            return _core.widened_product(product, *operands)
         return product(*operands, preferred_element_type=preferred_element_type)
 
-    return _wide.wide_product(matmul, arrays[0], arrays[1], wide, *arrays[2:])
+    return _core.wide_product(matmul, arrays[0], arrays[1], wide, *arrays[2:])
 
 
 def _is_of_rows(equation: _compat.JaxprEqn) -> bool:
     """Returns True for the gradient of the weight of a layer, if its inputs have several rows."""
-    rows = _operations.dot_of(equation).contracted[0] if is_matmul(equation) else ()
-    return len(rows) > 1 and _jaxprs.array_aval(equation.invars[0]).ndim - 1 not in rows
+    rows = _programs.dot_of(equation).contracted[0] if is_matmul(equation) else ()
+    return len(rows) > 1 and _programs.array_aval(equation.invars[0]).ndim - 1 not in rows
 
 
 def fp8_product(
     config: AutocastConfig,
     equation: _compat.JaxprEqn,
     values: Sequence[Value],
-    scope_path: _jaxprs.Path,
+    scope_path: _programs.Path,
     why: str,
 ) -> Callable[..., Array] | None:
     """Returns the `fp8.dot_general` that replaces a matmul; None if it does not run in FP8.
@@ -89,12 +87,14 @@ def fp8_product(
 
 
 def explain_products_inside(
-    config: AutocastConfig, equation: _compat.JaxprEqn, scope_path: _jaxprs.Path
+    config: AutocastConfig, equation: _compat.JaxprEqn, scope_path: _programs.Path
 ) -> None:
     """Records for `explain` the matmuls of an equation that runs as its author wrote it."""
-    inside = (each for inner in sub_jaxprs(equation) for each in _jaxprs.equations(inner))
+    inside = (
+        each for inner in _programs.sub_jaxprs(equation) for each in _programs.equations(inner)
+    )
     for each in filter(is_matmul, (equation, *inside)):
-        lhs, rhs = (_jaxprs.array_aval(var).shape for var in each.invars)
+        lhs, rhs = (_programs.array_aval(var).shape for var in each.invars)
         _decide_fp8(config, each, (lhs, rhs), (*scope_path, IN_CUSTOM_VJP), 1, "")
 
 
@@ -102,11 +102,11 @@ def _decide_fp8(
     config: AutocastConfig,
     equation: _compat.JaxprEqn,
     shapes: tuple[tuple[int, ...], tuple[int, ...]],
-    scope_path: _jaxprs.Path,
+    scope_path: _programs.Path,
     kernel: int,
     why: str,
 ) -> bool:
     assert config.scaling is not None
     why = why or config.scope_policy(scope_path).exclusion_reason
-    path, dot = path_of(scope_path), _operations.dot_of(equation)
+    path, dot = path_of(scope_path), _programs.dot_of(equation)
     return fp8_explain.decide_product(config.scaling, path, shapes, dot, kernel, why)

@@ -10,6 +10,7 @@ from typing import Any
 from jax import Array
 from jax.core import ShapedArray
 
+from jaxmp import _programs
 from jaxmp._autocast import _products, _resolve
 from jaxmp._autocast._decide import Consumers, Environment, decide, why_not_fp8
 from jaxmp._autocast._explain import IN_RULE, Recorder
@@ -22,11 +23,11 @@ from jaxmp._autocast._values import (
     with_dtype,
     wrap,
 )
-from jaxmp._core._compat import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, is_in_custom_vjp, jaxpr_body
-from jaxmp._programs import _bind, _constructs, _in_place, _interpreter, _jaxprs, _uses
+from jaxmp._core import _compat
+from jaxmp._core._compat import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
 
-class Autocast(_in_place.InPlace):
+class Autocast(_programs.InPlace):
     """Interpreter of one traced function, whose values are arrays with priorities.
 
     Args:
@@ -52,7 +53,7 @@ class Autocast(_in_place.InPlace):
         self.record, self.lists_calls = record, lists_calls
         # Id of a jaxpr -> (the jaxpr, the consumers of its variables).
         self.consumers: dict[int, tuple[Any, Consumers]] = {}
-        self.uses = _uses.Uses()
+        self.uses = _programs.Uses()
         # Id of a jaxpr -> (the jaxpr, the scopes of its equations).
         self.inside: dict[int, tuple[Any, dict[tuple[str, ...], None]]] = {}
         # Scopes of all equations, for `AutocastConfig.check_required`.
@@ -71,9 +72,9 @@ class Autocast(_in_place.InPlace):
         Raises:
           RuleError: if a required rule matches no scope of the function.
         """
-        jaxpr, _ = jaxpr_body(closed)
+        jaxpr, _ = _compat.jaxpr_body(closed)
         named = self.config.output_dtype
-        used = _uses.wide_results(jaxpr) if named is None else ()
+        used = _programs.wide_results(jaxpr) if named is None else ()
         outs = self.run(closed, [Value(arg, Priority.ARGUMENT) for arg in args], state=used)
         self.config.check_required(self.seen)
         pairs = zip(outs, [var.aval for var in jaxpr.outvars], strict=True)
@@ -89,8 +90,8 @@ class Autocast(_in_place.InPlace):
         self,
         jaxpr: Jaxpr | ClosedJaxpr,
         args: Sequence[Value],
-        place: _interpreter.Place | None = None,
-        state: tuple[_uses.Use, ...] | None = None,
+        place: _programs.Place | None = None,
+        state: tuple[_programs.Use, ...] | None = None,
     ) -> list[Value]:
         """Runs one jaxpr; its results may have other dtypes than the recorded ones.
 
@@ -98,27 +99,27 @@ class Autocast(_in_place.InPlace):
           jaxpr, args, place: as in `Interpreter.run`.
           state: the uses of its first results; the others have none.
         """
-        body = jaxpr_body(jaxpr)[0]
+        body = _compat.jaxpr_body(jaxpr)[0]
         if id(body) not in self.consumers:
             self.consumers[id(body)] = body, Consumers(body, self.category)
-        state = (*(state or ()), *(_uses.Use.NONE,) * len(body.outvars))[: len(body.outvars)]
+        state = (*(state or ()), *(_programs.Use.NONE,) * len(body.outvars))[: len(body.outvars)]
         used = self.uses.facts(body, state, place)
         env = Environment(self.category, self.consumers[id(body)][1], used)
         return super().run(jaxpr, args, place, env)
 
     def equation(
-        self, equation: JaxprEqn, operands: list[Value], frame: _interpreter.Frame
+        self, equation: JaxprEqn, operands: list[Value], frame: _programs.Frame
     ) -> list[Value]:
         place = frame.place.of(equation)
         scope_path = place.scopes
         self.seen.add(scope_path)
-        if place.phase == _jaxprs.BACKWARD and self.config.scaling is not None:
+        if place.phase == _programs.BACKWARD and self.config.scaling is not None:
             scope_path = (*scope_path, _resolve.IN_BACKWARD)
         if self.is_as_written(equation):
             return self.run_as_written(equation, frame.state, operands, scope_path)
         # FP8 dots have no rule for the derivatives that `custom_vmap` takes.
         is_own_vmap = equation.primitive.name == "custom_vmap_call" and self.config.scaling is None
-        if is_own_vmap or equation.primitive.name in _constructs.CONSTRUCTS:
+        if is_own_vmap or equation.primitive.name in _programs.CONSTRUCTS:
             with contextlib.nullcontext() if self.record is None else self.record.inside(equation):
                 return self.run_construct(equation, operands, frame.state, place)
         return self.run_equation(equation, operands, frame.state, scope_path)
@@ -130,21 +131,21 @@ class Autocast(_in_place.InPlace):
         the forward pass may still contain the `custom_vjp_call`, which is opaque. The two passes
         must agree on the dtypes, so the equations of the rules are not cast either.
         """
-        return not self.in_custom_vjp and is_in_custom_vjp(equation.source_info)
+        return not self.in_custom_vjp and _compat.is_in_custom_vjp(equation.source_info)
 
     def category(self, equation: JaxprEqn) -> str:
         """Returns the op-table category of an equation."""
         return "opaque" if self.is_as_written(equation) else self.config.category(equation)
 
     def run_construct(
-        self, equation: JaxprEqn, values: list[Value], env: Environment, place: _interpreter.Place
+        self, equation: JaxprEqn, values: list[Value], env: Environment, place: _programs.Place
     ) -> list[Value]:
         """Runs a call, loop, branch, or function with a custom derivative or `vmap`."""
         name, scope_path = equation.primitive.name, place.scopes
         if name == "custom_vjp_call":
             return self.run_as_written(equation, env, values, scope_path)
         used = self.uses.facts_of_results(
-            _constructs.inners(equation)[-1], env.uses_of(equation), place
+            _programs.inners(equation)[-1], env.uses_of(equation), place
         )
         if name == "custom_vmap_call":
             return self.custom_vmap(equation, values, place, tuple(used))
@@ -153,12 +154,12 @@ class Autocast(_in_place.InPlace):
         if self.config.scaling is not None:
             # Reverse mode transposes matmuls of the rule; those in FP8 have no transpose.
             scope_path = (*scope_path, _resolve.IN_CUSTOM_JVP)
-        of_rule = _interpreter.Place((*scope_path, _resolve.IN_JVP_RULE), place.phase)
-        of_function = _interpreter.Place(scope_path, place.phase)
+        of_rule = _programs.Place((*scope_path, _resolve.IN_JVP_RULE), place.phase)
+        of_function = _programs.Place(scope_path, place.phase)
         return self.custom_jvp(equation, values, of_function, tuple(used), of_rule)
 
     def run_equation(
-        self, equation: JaxprEqn, values: list[Value], env: Environment, scope_path: _jaxprs.Path
+        self, equation: JaxprEqn, values: list[Value], env: Environment, scope_path: _programs.Path
     ) -> list[Value]:
         """Runs one equation, located at the scopes `scope_path`, as `decide` decides."""
         policy, in_fp8 = self.config.scope_policy(scope_path), None
@@ -182,14 +183,14 @@ class Autocast(_in_place.InPlace):
         if decision.result is not None:
             out = _products.multiply(equation, arrays, decision, policy, in_fp8)
         else:
-            out = _bind.bind(equation, arrays)
+            out = _programs.bind(equation, arrays)
         results = wrap(equation, out, decision.priority)
         if decision.priority is Priority.CONSTANT and len(results) == 1:
             results = [dataclasses.replace(results[0], scalar=scalar_of(equation, values))]
         return results
 
     def run_as_written(
-        self, equation: JaxprEqn, env: Environment, values: list[Value], scope_path: _jaxprs.Path
+        self, equation: JaxprEqn, env: Environment, values: list[Value], scope_path: _programs.Path
     ) -> list[Value]:
         """Runs an equation in its recorded dtypes, and records the matmuls inside."""
         if self.record is not None:
@@ -197,11 +198,11 @@ class Autocast(_in_place.InPlace):
         policy = self.config.scope_policy((*scope_path, _resolve.IN_CUSTOM_VJP))
         if policy.uses_fp8 and self.lists_calls:
             _products.explain_products_inside(self.config, equation, scope_path)
-        return wrap(equation, _bind.bind(equation, env.recorded(equation, values)))
+        return wrap(equation, _programs.bind(equation, env.recorded(equation, values)))
 
     # -- jaxprs inside equations ------------------------------------------------------------
 
-    def key(self, jaxpr: Jaxpr, place: _interpreter.Place, state: Any) -> Hashable:
+    def key(self, jaxpr: Jaxpr, place: _programs.Place, state: Any) -> Hashable:
         """Returns the policies of scopes, and uses of results, for which a jaxpr is traced."""
         # `Explanation.fp8` lists each location of a call, and `.autocast` counts each call, so
         # they do not share retraced jaxprs.
@@ -230,7 +231,7 @@ class Autocast(_in_place.InPlace):
         return Value(returned(value, None, aval.dtype)) if value.castable else value
 
     def scope_policies(
-        self, jaxpr: Jaxpr | ClosedJaxpr, scope_path: _jaxprs.Path
+        self, jaxpr: Jaxpr | ClosedJaxpr, scope_path: _programs.Path
     ) -> tuple[_resolve.ScopePolicy, ...]:
         """Returns the resolved policy of each scope in a jaxpr that is called at `scope_path`.
 
@@ -245,13 +246,13 @@ class Autocast(_in_place.InPlace):
 
     def scope_paths(self, jaxpr: Jaxpr | ClosedJaxpr) -> dict[tuple[str, ...], None]:
         """Returns the ordered set of the scopes of a jaxpr's equations at any depth, and of ()."""
-        body = jaxpr_body(jaxpr)[0]
+        body = _compat.jaxpr_body(jaxpr)[0]
         if id(body) not in self.inside:
             result: dict[tuple[str, ...], None] = {(): None}
-            for equation in _jaxprs.equations(body, inside=False):
-                own = _jaxprs.scope_names(str(equation.source_info.name_stack))
+            for equation in _programs.equations(body, inside=False):
+                own = _programs.scope_names(str(equation.source_info.name_stack))
                 result[own] = None
-                for inner in _constructs.sub_jaxprs(equation):
+                for inner in _programs.sub_jaxprs(equation):
                     result |= {own + path: None for path in self.scope_paths(inner)}
             self.inside[id(body)] = body, result
         return self.inside[id(body)][1]

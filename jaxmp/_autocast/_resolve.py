@@ -12,15 +12,11 @@ from typing import Any
 
 import numpy as np
 
-from jaxmp._core import _compat, _dtypes
+from jaxmp import _core, _programs
+from jaxmp._core import _compat
 from jaxmp._policies import _load, _op_table, _policy, _resolve
 from jaxmp._policies._required import check_module_dtypes, check_required
-from jaxmp._programs._bind import SCATTERS
-from jaxmp._programs._constructs import sub_jaxprs
-from jaxmp._programs._jaxprs import Path, Traced, module_paths_of
-from jaxmp._programs._jaxprs import trace as trace_function
-from jaxmp._programs._locations import FULL_PRECISION
-from jaxmp._programs._matmuls import is_outer_product
+from jaxmp._programs import Path, Traced
 from jaxmp.errors import CompositionError, PolicyError, RuleError
 from jaxmp.fp8._scaling import Scaling
 
@@ -38,7 +34,7 @@ _EXCLUSION_REASONS = {
     IN_CUSTOM_JVP: "inside a custom_jvp, whose rule must stay linear",
     IN_CUSTOM_VJP: "inside a custom_vjp, which runs as its author wrote it",
 }
-_MARKS = {FULL_PRECISION, IN_JVP_RULE, *_EXCLUSION_REASONS}
+_MARKS = {_programs.FULL_PRECISION, IN_JVP_RULE, *_EXCLUSION_REASONS}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,12 +64,12 @@ class ScopePolicy:
     @property
     def dtype(self) -> np.dtype:
         """Compute dtype; FP32 inside `full_precision()`."""
-        return _dtypes.FLOAT32 if self.is_full_precision else self.policy.compute_dtype
+        return _core.FLOAT32 if self.is_full_precision else self.policy.compute_dtype
 
     @property
     def is_fp32(self) -> bool:
         """True if the scope computes in FP32 or wider, so that all operations do."""
-        return not _dtypes.is_16bit(self.dtype)
+        return not _core.is_16bit(self.dtype)
 
 
 class AutocastConfig:
@@ -116,22 +112,26 @@ class AutocastConfig:
         The interpreter handles control flow and calls separately.
         """
         name = equation.primitive.name
-        if is_outer_product(equation):
+        if _programs.is_outer_product(equation):
             return "widest"  # an outer product sums nothing; rotary angles require FP32
         if name == "mul" and equation.invars[0] is equation.invars[1]:
             name = "square"
-        if name == "scatter" and sub_jaxprs(equation):
+        if name == "scatter" and _programs.sub_jaxprs(equation):
             return "opaque"  # `x.at[i].apply(f)`: f was traced for its dtypes
         category = self._categories.get(name)
         if category is None:
-            inner = name not in SCATTERS and sub_jaxprs(equation)
+            inner = name not in _programs.SCATTERS and _programs.sub_jaxprs(equation)
             category = "opaque" if inner else self.ops.category(name)
             self._categories[name] = category
         return category
 
     def check_required(self, scope_paths: set[Path]) -> None:
         """Raises RuleError if a required rule matches none of the scopes."""
-        paths = {path for scopes in scope_paths for path in module_paths_of(_without_marks(scopes))}
+        paths = {
+            path
+            for scopes in scope_paths
+            for path in _programs.module_paths_of(_without_marks(scopes))
+        }
         segments = [path.split("/") for path in paths]
         known = {"/".join(each[:length]) for each in segments for length in range(len(each) + 1)}
         modules = [rule for rule in self.policies.rules if not rule.addresses_parameter]
@@ -153,9 +153,9 @@ class AutocastConfig:
 
     def _scope_policy(self, scope_path: Path) -> ScopePolicy:
         resolved = _resolve.resolve_first(
-            self.policies, module_paths_of(_without_marks(scope_path))
+            self.policies, _programs.module_paths_of(_without_marks(scope_path))
         )
-        is_full = FULL_PRECISION in scope_path
+        is_full = _programs.FULL_PRECISION in scope_path
         in_fp8 = resolved.scaling is not None and not is_full
         reasons = (_EXCLUSION_REASONS[s] for s in scope_path if s in _EXCLUSION_REASONS)
         return ScopePolicy(
@@ -244,6 +244,6 @@ def trace(
 
     token = _traces.set(True)
     try:
-        return trace_function(run, args, kwargs), in_custom_vjp
+        return _programs.trace(run, args, kwargs), in_custom_vjp
     finally:
         _traces.reset(token)

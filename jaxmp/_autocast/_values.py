@@ -13,9 +13,8 @@ import numpy as np
 from jax import lax
 from jax.core import AbstractValue, ShapedArray
 
-from jaxmp._core import _compat, _dtypes, _trees, _wide
-from jaxmp._core._typing import Array, DTypeLike
-from jaxmp._programs import _jaxprs, _matmuls, _operations
+from jaxmp import _core, _programs
+from jaxmp._core import Array, DTypeLike, _compat
 
 
 class Priority(enum.IntEnum):
@@ -46,7 +45,7 @@ class Value:
 
     @property
     def castable(self) -> bool:
-        return _trees.is_castable(self.array)
+        return _core.is_castable(self.array)
 
 
 def to_16bit(value: Value, dtype: DTypeLike) -> Array | np.ndarray:
@@ -55,19 +54,19 @@ def to_16bit(value: Value, dtype: DTypeLike) -> Array | np.ndarray:
     For example, the most negative FP32 number, which masks logits, is -inf in float16.
     """
     array = value.array
-    if value.priority is not Priority.CONSTANT or not _dtypes.is_16bit(dtype):
-        return _trees.cast(array, dtype)
+    if value.priority is not Priority.CONSTANT or not _core.is_16bit(dtype):
+        return _core.cast(array, dtype)
     if value.scalar is not None:
-        half = np.asarray(_trees.saturating_cast(value.scalar, dtype))
+        half = np.asarray(_core.saturating_cast(value.scalar, dtype))
         return lax.full_like(array, half, dtype) if array.ndim else half
-    return _trees.clamped_cast(array, dtype)
+    return _core.clamped_cast(array, dtype)
 
 
 def literal_value(var: _compat.Literal) -> Value:
     """Returns the value of a literal."""
     if not hasattr(var.aval, "dtype"):
         return Value(var.val, Priority.CONSTANT)
-    number = np.asarray(var.val, _jaxprs.array_aval(var).dtype)
+    number = np.asarray(var.val, _programs.array_aval(var).dtype)
     return Value(number, Priority.CONSTANT, None if number.ndim else number)
 
 
@@ -88,7 +87,7 @@ def scalar_of(equation: _compat.JaxprEqn, values: list[Value]) -> np.ndarray | N
     None if the operand's elements are not known to be equal, or the primitive is not listed.
     """
     number = values[0].scalar if values else None
-    if number is None or number.dtype != _dtypes.FLOAT32:
+    if number is None or number.dtype != _core.FLOAT32:
         return None
     function = _OF_SCALAR.get(equation.primitive.name)
     return None if function is None else function(number)
@@ -106,9 +105,9 @@ def wrap(
 
 def returned(value: Value, aval: Any, dtype: Any) -> Array:
     """Returns the array of a result in `dtype`, and with the weak type of `aval`."""
-    array = _trees.cast(jnp.asarray(value.array), dtype) if value.castable else value.array
+    array = _core.cast(jnp.asarray(value.array), dtype) if value.castable else value.array
     is_weak = getattr(aval, "weak_type", False) and array.dtype == aval.dtype
-    return _wide.as_weak(array) if is_weak else array
+    return _core.as_weak(array) if is_weak else array
 
 
 def with_dtype(aval: ShapedArray, value: Value) -> ShapedArray:
@@ -118,13 +117,13 @@ def with_dtype(aval: ShapedArray, value: Value) -> ShapedArray:
 
 def is_castable_aval(aval: AbstractValue) -> TypeGuard[ShapedArray]:
     """Returns True for the types of arrays that policies cast."""
-    return hasattr(aval, "dtype") and hasattr(aval, "shape") and _trees.is_castable(aval)
+    return hasattr(aval, "dtype") and hasattr(aval, "shape") and _core.is_castable(aval)
 
 
 def widest(values: list[Value]) -> np.dtype:
     """Returns the common dtype of 16 and 32-bit values; FP32 for float16 with bfloat16."""
     dtypes = {np.dtype(value.dtype) for value in values}
-    return dtypes.pop() if len(dtypes) == 1 else _dtypes.FLOAT32
+    return dtypes.pop() if len(dtypes) == 1 else _core.FLOAT32
 
 
 def common_dtype(values: list[Value]) -> np.dtype:
@@ -154,7 +153,7 @@ def is_matmul(equation: _compat.JaxprEqn) -> bool:
     """Returns True for a `dot_general` of castable operands that contracts a dimension."""
     return (
         equation.primitive.name == "dot_general"
-        and not _matmuls.is_outer_product(equation)
+        and not _programs.is_outer_product(equation)
         and all(is_castable_aval(var.aval) for var in equation.invars)
     )
 
@@ -180,7 +179,7 @@ def outputs_of(equation: _compat.JaxprEqn, values: Sequence[Value]) -> int | Non
     computed = [value.priority >= Priority.NARROW for value in values]
     if computed[kernel]:
         return None
-    dot = _operations.dot_of(equation)
+    dot = _programs.dot_of(equation)
     used = {*dot.contracted[kernel], *dot.batch[kernel]}
     free = [n for axis, n in enumerate(values[kernel].array.shape) if axis not in used]
     return math.prod(free) if free or any(computed) else None

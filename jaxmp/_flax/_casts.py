@@ -11,9 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxmp._core import _trees, _wide
-from jaxmp._core._dtypes import FLOAT64, bits, is_16bit, wide_dtype
-from jaxmp._core._typing import Array, DTypeLike, PyTree
+from jaxmp import _core
+from jaxmp._core import Array, DTypeLike, PyTree
 from jaxmp._flax._layer_table import LayerTraits, author_class, is_flax
 from jaxmp._policies import _device, _load, _patterns, _policy, _resolve
 
@@ -103,7 +102,7 @@ def resolve_module(
     """
     resolved = _resolve.resolve_policy(policies, path, cls, outputs, is_decision=is_decision)
     compute_dtype = resolved.policy.compute_dtype
-    upcast_dtype = wide_dtype(compute_dtype)
+    upcast_dtype = _core.wide_dtype(compute_dtype)
     return ModulePolicy(
         resolved=resolved,
         traits=traits,
@@ -128,7 +127,7 @@ def cast_tree(
     tree: PyTree,
     dtype: DTypeLike,
     is_leaf: IsLeaf = None,
-    cast_leaf: Callable[[Any, Any], Any] = _trees.saturating_cast,
+    cast_leaf: Callable[[Any, Any], Any] = _core.saturating_cast,
 ) -> PyTree:
     """Casts the floating arrays of arguments or results; finite values stay finite.
 
@@ -138,8 +137,8 @@ def cast_tree(
     def cast_array(leaf: object) -> object:
         if not isinstance(leaf, ARRAYS):
             return leaf
-        leaf = _trees.canonical(leaf) if leaf.dtype == FLOAT64 else leaf
-        return cast_leaf(leaf, dtype) if _trees.is_castable(leaf) else leaf
+        leaf = _core.canonical(leaf) if leaf.dtype == _core.FLOAT64 else leaf
+        return cast_leaf(leaf, dtype) if _core.is_castable(leaf) else leaf
 
     return jax.tree.map(cast_array, tree, is_leaf=is_leaf)
 
@@ -157,10 +156,10 @@ def keeps_dtype(operands: PyTree, is_leaf: IsLeaf = None) -> bool:
 
     The dtype of its policy would drop an imaginary part, or the precision of float64.
     """
-    uncast = _COMPLEX | {FLOAT64}
+    uncast = _COMPLEX | {_core.FLOAT64}
     leaves = jax.tree.leaves(operands, is_leaf=is_leaf)
     return any(
-        isinstance(leaf, ARRAYS) and _trees.canonical(leaf).dtype in uncast for leaf in leaves
+        isinstance(leaf, ARRAYS) and _core.canonical(leaf).dtype in uncast for leaf in leaves
     )
 
 
@@ -175,8 +174,8 @@ def cast_like(tree: PyTree, like: PyTree) -> PyTree:
         return tree
     pairs = zip(leaves, models, strict=True)
     return structure.unflatten(
-        _trees.saturating_cast(leaf, model.dtype)
-        if _trees.is_castable(leaf) and _trees.is_castable(model)
+        _core.saturating_cast(leaf, model.dtype)
+        if _core.is_castable(leaf) and _core.is_castable(model)
         else leaf
         for leaf, model in pairs
     )
@@ -202,19 +201,19 @@ def cast_outputs(
     resolved = module_policy.resolved
     dtype = resolved.output_dtype
     is_bounded = module_policy.traits.is_norm and jnp.finfo(dtype).maxexp >= 128
-    cast_array = _trees.cast if is_bounded else _trees.saturating_cast
+    cast_array = _core.cast if is_bounded else _core.saturating_cast
 
     def cast_leaf(leaf: Any, dtype: DTypeLike) -> Any:
-        if resolved.casts_output or not is_16bit(module_policy.policy.compute_dtype):
+        if resolved.casts_output or not _core.is_16bit(module_policy.policy.compute_dtype):
             if computes_in_16_bits(module_policy.policies):
-                leaf = _wide.strongly_typed(leaf)  # the result of a narrow layer
+                leaf = _core.strongly_typed(leaf)  # the result of a narrow layer
             return cast_array(leaf, dtype)
         if id(leaf) in unrounded:
             return leaf
         if resolved.narrow:
-            return _wide.weakly_typed(cast_array(leaf, dtype))
+            return _core.weakly_typed(cast_array(leaf, dtype))
         # The result of a narrow layer, which modules pass on.
-        return leaf if _wide.is_weak_float32(leaf) else cast_array(leaf, dtype)
+        return leaf if _core.is_weak_float32(leaf) else cast_array(leaf, dtype)
 
     return cast_tree(out, dtype, is_leaf, cast_leaf)
 
@@ -237,9 +236,13 @@ def widen_outputs(
     resolved = module_policy.resolved
 
     def widen(leaf: Any, dtype: Any) -> Any:
-        leaf = _wide.strongly_typed(leaf) if resolved.casts_output else leaf
+        leaf = _core.strongly_typed(leaf) if resolved.casts_output else leaf
         is_known = (leaf.shape, leaf.dtype) in known
-        return leaf if is_known or bits(leaf.dtype) >= bits(dtype) else _trees.cast(leaf, dtype)
+        return (
+            leaf
+            if is_known or _core.bits(leaf.dtype) >= _core.bits(dtype)
+            else _core.cast(leaf, dtype)
+        )
 
     return cast_tree(out, resolved.output_dtype, is_leaf, widen)
 
@@ -296,9 +299,9 @@ def written_back(value: Array, read: Array, stored: Array) -> Array:
       read: the value that was read.
       stored: the stored value, from which `read` was cast.
     """
-    if not _trees.is_float(value):
+    if not _core.is_float(value):
         return value
-    wide = _trees.cast(value, stored.dtype)
+    wide = _core.cast(value, stored.dtype)
     if value.dtype != read.dtype or value.shape != read.shape:
         return wide
     return jnp.where(value == read, stored, wide)

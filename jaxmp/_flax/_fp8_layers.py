@@ -16,8 +16,8 @@ import numpy as np
 from flax.linen.dtypes import promote_dtype
 from jax import lax
 
-from jaxmp._core import _dtypes, _wide
-from jaxmp._core._typing import Array, DTypeLike
+from jaxmp import _core
+from jaxmp._core import Array, DTypeLike
 from jaxmp.errors import CompositionError, JaxmpError
 from jaxmp.fp8 import _dims, _einsum, _explain, _scaling, _state
 from jaxmp.fp8._dot_general import dot_general
@@ -152,7 +152,7 @@ def _plain(
     if _keeps_kernel(lhs.dtype, rhs.dtype):
         rhs = lax.convert_element_type(rhs, lhs.dtype)
     if wide is not None and lhs.dtype == rhs.dtype != wide:
-        return _wide.wide_product(product, lhs, rhs, wide)
+        return _core.wide_product(product, lhs, rhs, wide)
     return product(lhs, rhs, preferred_element_type=preferred)
 
 
@@ -181,7 +181,7 @@ def quantizes_float32_kernels(scaling: _scaling.Scaling | None) -> bool:
 
 
 def _keeps_kernel(compute_dtype: DTypeLike, kernel_dtype: DTypeLike) -> bool:
-    return _dtypes.is_16bit(compute_dtype) and kernel_dtype == _dtypes.FLOAT32
+    return _core.is_16bit(compute_dtype) and kernel_dtype == _core.FLOAT32
 
 
 # ---------------------------------------------------------------------------
@@ -246,7 +246,7 @@ def wide_operator(product: Callable[..., Any], wide: np.dtype) -> Callable[..., 
             options = {**kwargs, "preferred_element_type": preferred_element_type}
             return product(*equation, lhs, rhs, *more, **options)
 
-        return _wide.wide_product(bound, lhs, rhs, wide)
+        return _core.wide_product(bound, lhs, rhs, wide)
 
     return operator
 

@@ -13,13 +13,11 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxmp._core import _compat, _dtypes, _trees
-from jaxmp._core._typing import PyTree
+from jaxmp import _core, _programs
+from jaxmp._core import PyTree, _compat
 from jaxmp._flax._casts import IsLeaf, ModulePolicy
 from jaxmp._flax._layer_table import LayerTraits, author_class
-from jaxmp._programs import _analysis, _jaxprs, _matmuls, _operations, _uses
-from jaxmp._programs._constructs import Form, form_of, scan_of, sub_jaxprs
-from jaxmp._programs._interpreter import Frame
+from jaxmp._programs import Form, Frame
 
 
 class CalledModule(NamedTuple):
@@ -116,7 +114,7 @@ def note_module(module_policy: ModulePolicy, method: str, *, is_forward: bool) -
         traits, dtype = module_policy.traits, module_policy.policy.compute_dtype
         # Those of Flax's layers that do not are meant to be in FP32.
         is_fp32 = traits.is_norm or traits.upcasts_params or traits.dtype
-        is_low = _dtypes.is_16bit(dtype) and not is_fp32
+        is_low = _core.is_16bit(dtype) and not is_fp32
         module = CalledModule(module_policy.cls.__name__, "" if is_forward else method, is_low)
         labeling.modules[module_policy.resolved.path] = module
 
@@ -126,26 +124,26 @@ def note_module(module_policy: ModulePolicy, method: str, *, is_forward: bool) -
 # ---------------------------------------------------------------------------
 
 
-class LabelUses(_uses.Uses):
+class LabelUses(_programs.Uses):
     """Uses of labeled values, except where another array, such as a carry, fixes their dtype."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.of_labels: dict[str, _uses.Use] = {}
+        self.of_labels: dict[str, _programs.Use] = {}
 
     def equation(self, equation: _compat.JaxprEqn, results: list[Any], frame: Frame) -> list[Any]:
         name = equation.primitive.name
         if name == "name":
-            label = _operations.label_of(equation)
-            self.of_labels[label] = self.of_labels.get(label, _uses.Use.NONE) | results[0]
-        form = form_of(equation)
+            label = _programs.label_of(equation)
+            self.of_labels[label] = self.of_labels.get(label, _programs.Use.NONE) | results[0]
+        form = _programs.form_of(equation)
         if form in (Form.SCAN, Form.WHILE, Form.BRANCH) or name == "dynamic_update_slice":
-            fixed = scan_of(equation).carry if form is Form.SCAN else len(results)
-            results = [_uses.Use.NONE] * fixed + results[fixed:]
+            fixed = _programs.scan_of(equation).carry if form is Form.SCAN else len(results)
+            results = [_programs.Use.NONE] * fixed + results[fixed:]
         return super().equation(equation, results, frame)
 
 
-class Reached(_analysis.Forward):
+class Reached(_programs.Forward):
     """Finds the labels of values that are computed from FP32 sums, without another matmul.
 
     Args:
@@ -167,24 +165,24 @@ class Reached(_analysis.Forward):
         return first or second
 
     def equation(self, equation: _compat.JaxprEqn, operands: list[Any], frame: Frame) -> list[Any]:
-        if sub_jaxprs(equation) or not equation.outvars:
+        if _programs.sub_jaxprs(equation) or not equation.outvars:
             return self.enter(equation, operands, frame)
-        name, aval = equation.primitive.name, _jaxprs.array_aval(equation.outvars[0])
+        name, aval = equation.primitive.name, _programs.array_aval(equation.outvars[0])
         is_reached = any(operands)
         if name == "name":
-            label = _operations.label_of(equation)
+            label = _programs.label_of(equation)
             is_layer = label in self._layers
             is_reached = is_reached or is_layer
-            is_narrow = is_layer and (_dtypes.is_16bit(aval.dtype) or aval.weak_type)
+            is_narrow = is_layer and (_core.is_16bit(aval.dtype) or aval.weak_type)
             self.rounded |= {label: None} if is_narrow else {}
             self.labels |= {label} if is_reached else set()
-        elif name in _matmuls.MATMULS:
+        elif name in _programs.MATMULS:
             # The author of a layer, or a rule, may return FP32.
-            is_reached = aval.dtype == _dtypes.FLOAT32 and not self._is_strict
+            is_reached = aval.dtype == _core.FLOAT32 and not self._is_strict
         elif is_reached:
             self.meets |= sum(_is_strong_16bit(var.aval) for var in equation.invars) > 1
         return [is_reached] * len(equation.outvars)
 
 
 def _is_strong_16bit(aval: Any) -> bool:
-    return _trees.is_float(aval) and _dtypes.is_16bit(aval.dtype) and not aval.weak_type
+    return _core.is_float(aval) and _core.is_16bit(aval.dtype) and not aval.weak_type

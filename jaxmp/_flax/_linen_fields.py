@@ -15,11 +15,9 @@ import jax.numpy as jnp
 import numpy as np
 from flax.linen.dtypes import promote_dtype
 
+from jaxmp import _core
 from jaxmp._attention._layer import attention_under_policy
-from jaxmp._core._dtypes import is_16bit
-from jaxmp._core._trees import PARAMS, cast, cast_floating, is_castable
-from jaxmp._core._typing import PyTree
-from jaxmp._core._wide import wide_product
+from jaxmp._core import PyTree
 from jaxmp._flax import _fp8_layers
 from jaxmp._flax._casts import ModulePolicy, written_back
 from jaxmp._flax._layer_table import (
@@ -108,7 +106,7 @@ def _casting_param(ref: Callable[[], Any], module_policy: ModulePolicy) -> Calla
     ) -> PyTree:
         module = ref()
         value = type(module).param(module, name, init_fn, *init_args, **kwargs)
-        return cast_floating(value, module_policy.param_dtype(name))
+        return _core.cast_floating(value, module_policy.param_dtype(name))
 
     return param
 
@@ -123,12 +121,12 @@ class _CastVariable(nn.Variable):
     @property
     def value(self) -> Any:
         stored = super().value
-        return cast(stored, self.dtype) if is_castable(stored) else stored
+        return _core.cast(stored, self.dtype) if _core.is_castable(stored) else stored
 
     @value.setter
     def value(self, value: PyTree) -> None:
         read, stored = self.value, super().value
-        if is_castable(stored):
+        if _core.is_castable(stored):
             value = written_back(value, read, stored)
         nn.Variable.value.fset(self, value)  # pyright: ignore
 
@@ -139,7 +137,7 @@ def _casting_variable(ref: Callable[[], Any], module_policy: ModulePolicy) -> Ca
     def variable(collection: str, name: str, *args: PyTree, **kwargs: PyTree) -> nn.Variable:
         module = ref()
         source = type(module).variable(module, collection, name, *args, **kwargs)
-        if collection not in module_policy.traits.caches or not is_castable(source.value):
+        if collection not in module_policy.traits.caches or not _core.is_castable(source.value):
             return source
         return _CastVariable(source, module_policy.policy.compute_dtype)
 
@@ -220,7 +218,7 @@ def _wide_attend(module: Any, wide: np.dtype) -> Callable[..., jax.Array]:
 
     def attend(query: jax.Array) -> jax.Array:
         query, embedding = module.promote_dtype(query, module.embedding, dtype=module.dtype)
-        return wide_product(jnp.dot, query, embedding.T, wide)
+        return _core.wide_product(jnp.dot, query, embedding.T, wide)
 
     return attend
 
@@ -228,17 +226,17 @@ def _wide_attend(module: Any, wide: np.dtype) -> Callable[..., jax.Array]:
 def _is_wide_einsum(module: nn.Module) -> bool:
     promotion = getattr(module, "promote_dtype", None)
     is_wide = isinstance(promotion, _fp8_layers.Promotion) and promotion.wide is not None
-    return isinstance(module, nn.Einsum) and is_wide and module.has_variable(PARAMS, "kernel")
+    return isinstance(module, nn.Einsum) and is_wide and module.has_variable(_core.PARAMS, "kernel")
 
 
 def _wide_einsum(module: Any, inputs: jax.Array, einsum_str: str | None = None) -> jax.Array:
     """Computes `Einsum.__call__` with a wide result. The function that it calls is not a field."""
     equation = nn.merge_param("einsum_str", module.einsum_str, einsum_str).replace(" ", "")
     names = ("kernel", "bias") if module.use_bias else ("kernel",)
-    params = [nn.unbox(module.get_variable(PARAMS, name)) for name in names]
+    params = [nn.unbox(module.get_variable(_core.PARAMS, name)) for name in names]
     inputs, kernel, *biases = module.promote_dtype(inputs, *params, dtype=module.dtype)
     product = functools.partial(jnp.einsum, equation, precision=module.precision)
-    out = wide_product(product, inputs, kernel, module.preferred_element_type)
+    out = _core.wide_product(product, inputs, kernel, module.preferred_element_type)
     if not biases:
         return out
     terms, _, result = equation.partition("->")
@@ -256,13 +254,13 @@ def _looks_up_float32(module: nn.Module, module_policy: ModulePolicy) -> bool:
     """Returns True if a call looks up rows of an FP32 table under a policy in 16 bits."""
     if not module_policy.traits.embedding or module.promote_dtype is not promote_dtype:
         return False
-    if not is_16bit(module_policy.policy.compute_dtype):
+    if not _core.is_16bit(module_policy.policy.compute_dtype):
         return False
     return _stored_table(module, module_policy).dtype == np.float32
 
 
 def _stored_table(module: nn.Module, module_policy: ModulePolicy) -> jax.Array:
-    return nn.unbox(module.get_variable(PARAMS, module_policy.traits.embedding))
+    return nn.unbox(module.get_variable(_core.PARAMS, module_policy.traits.embedding))
 
 
 def _lookup(
@@ -277,7 +275,7 @@ def _lookup(
     def lookup(*args: PyTree, **kwargs: PyTree) -> jax.Array:
         object.__setattr__(module, "promote_dtype", lambda *_, **__: stored)
         try:
-            return cast(call(*args, **kwargs), module_policy.policy.compute_dtype)
+            return _core.cast(call(*args, **kwargs), module_policy.policy.compute_dtype)
         finally:
             object.__setattr__(module, "promote_dtype", promote_dtype)
 

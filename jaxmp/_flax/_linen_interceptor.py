@@ -15,9 +15,9 @@ import jax.numpy as jnp
 from flax.core import Scope, freeze
 from flax.traverse_util import flatten_dict, unflatten_dict
 
+from jaxmp import _core
 from jaxmp._autocast._resolve import trace
-from jaxmp._core import _compat, _trees
-from jaxmp._core._typing import PyTree
+from jaxmp._core import PyTree, _compat
 from jaxmp._flax import _labels
 from jaxmp._flax._casts import ModulePolicy, cast_like, is_complex, keeps_dtype, resolve_module
 from jaxmp._flax._layer_table import author_class
@@ -254,7 +254,7 @@ class PolicyInterceptor:
 
 
 def _params(scope: Scope) -> PyTree:
-    return scope.variables().get(_trees.PARAMS, {})
+    return scope.variables().get(_core.PARAMS, {})
 
 
 # ---------------------------------------------------------------------------
@@ -286,7 +286,7 @@ def _cast_computed(variables: PyTree, wrapped_init: Callable[[], PyTree]) -> PyT
         name
         for name, collection in variables.items()
         if name not in _AUTHORS_COLLECTIONS
-        and any(_trees.is_castable(leaf) for leaf in jax.tree.leaves(collection))
+        and any(_core.is_castable(leaf) for leaf in jax.tree.leaves(collection))
     ]
     if not computed:
         return variables
@@ -361,5 +361,5 @@ def module_paths(
             variables = traced.results(traced.closed.out_avals)
         except jax.errors.JAXTypeError:  # The model reads values of arrays.
             variables = model.init(rngs, *args, **kwargs)
-    names = [path for path, _ in _trees.leaves_with_path(variables.get("params", {}))]
-    return {**paths, **dict.fromkeys(map(_trees.parameter_path, names))}
+    names = [path for path, _ in _core.leaves_with_path(variables.get("params", {}))]
+    return {**paths, **dict.fromkeys(map(_core.parameter_path, names))}

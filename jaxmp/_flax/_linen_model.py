@@ -15,9 +15,9 @@ import flax.linen as nn
 import jax
 from flax.core import DenyList
 
+from jaxmp import _core
 from jaxmp._autocast._resolve import trace
-from jaxmp._core import _compat, _messages, _shardings
-from jaxmp._core._typing import PyTree
+from jaxmp._core import PyTree, _compat
 from jaxmp._flax import _linen_interceptor
 from jaxmp._flax._casts import cast_outputs, resolve_module
 from jaxmp._flax._layer_table import author_class
@@ -62,7 +62,7 @@ def apply_policy(model: M, recipe: _load.RecipeLike, *, shardings: PyTree = None
     # The parent is not copied: a new module belongs to the method in which it is created.
     new = cls(**{name: getattr(model, name) for name in fields if name != "parent"})
     if shardings is not None:
-        by_path = _shardings.shardings_by_path(shardings, "shardings")
+        by_path = _core.shardings_by_path(shardings, "shardings")
         object.__setattr__(new, "_jaxmp_shardings", by_path)
     return cast(M, new)
 
@@ -397,7 +397,7 @@ class _UnderPolicies(_Base):
     def __post_init__(self) -> None:
         with _compat.context(policies=_linen_interceptor.Plain()):
             super().__post_init__()
-        object.__setattr__(self, "_jaxmp_mark", _messages.Mark())
+        object.__setattr__(self, "_jaxmp_mark", _core.Mark())
         object.__setattr__(self, "_jaxmp_search", ModelSearch())
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -21,10 +21,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxmp._core import _dtypes, _trees
-from jaxmp._core._typing import Array, DTypeLike, PyTree
+from jaxmp import _core, _programs
+from jaxmp._core import Array, DTypeLike, PyTree
 from jaxmp._flax import _casts, _labels, _missing_precision
-from jaxmp._programs import _jaxprs
 
 # ---------------------------------------------------------------------------
 # Calls
@@ -199,8 +198,8 @@ def cast_inputs(
     elif module_policy.traits.is_rnn:
         carry = "initial_carry"
     kept, policy, originals = module_policy.kept(method), module_policy.policy, {}
-    notes = _dtypes.is_16bit(module_policy.input_dtype)
-    is_wide = _dtypes.bits(policy.compute_dtype) > 16
+    notes = _core.is_16bit(module_policy.input_dtype)
+    is_wide = _core.bits(policy.compute_dtype) > 16
 
     def cast_leaf(leaf: Any, dtype: DTypeLike) -> Any:
         new = leaf if id(leaf) in unrounded else _cast_input(leaf, dtype)
@@ -228,7 +227,7 @@ def cast_inputs(
 def _cast_input(leaf: Array | np.ndarray, dtype: DTypeLike) -> Array | np.ndarray:
     """Casts an argument, unless `jit` made it from a Python number, which has no dtype."""
     is_number = jnp.ndim(leaf) == 0 and getattr(leaf, "weak_type", False)
-    return leaf if is_number else _trees.saturating_cast(leaf, dtype)
+    return leaf if is_number else _core.saturating_cast(leaf, dtype)
 
 
 _NOTE = "jaxmp: "
@@ -259,12 +258,12 @@ def explain_mismatch(
     policy, text = module_policy.policy, str(error)
     has_note = any(note.startswith(_NOTE) for note in getattr(error, "__notes__", ()))
     if isinstance(error, jax.errors.UnexpectedTracerError):
-        if _jaxprs.__file__ in text and not has_note:
+        if _programs.trace.__code__.co_filename in text and not has_note:
             error.add_note(_KEPT)
         return
     is_refused = _NO_16BIT.search(text) is not None
     concerns = policy.compute_dtype.name in text and ("float32" in text or is_refused)
-    if not (_dtypes.is_16bit(policy.compute_dtype) and concerns) or has_note:
+    if not (_core.is_16bit(policy.compute_dtype) and concerns) or has_note:
         return
     name = module_policy.resolved.path
     below, subtree = (f"{name}/*", f"{name}/**") if name else ("*", "**")

@@ -13,14 +13,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxmp._core import _compat, _dtypes, _wide
-from jaxmp._core._typing import PyTree
+from jaxmp import _core, _programs
+from jaxmp._core import PyTree, _compat
 from jaxmp._flax._casts import ModulePolicy
 from jaxmp._flax._labels import PREFIX, RESULT, CalledModule, Labeling, label_owner
 from jaxmp._flax._layer_table import CONV
-from jaxmp._programs import _analysis, _jaxprs, _matmuls, _operations, _uses
-from jaxmp._programs._interpreter import Frame
-from jaxmp._programs._locations import Lines
+from jaxmp._programs import Frame, Lines
 from jaxmp.fp8 import _explain
 
 
@@ -33,16 +31,16 @@ def low_precision_share(fn: Callable[..., Any], *args: PyTree, **kwargs: PyTree)
     """
     args, kwargs = jax.tree.map(_shape_of, (args, kwargs))
     with _explain.recorded():
-        return _share(_jaxprs.trace(fn, args, kwargs).closed)
+        return _share(_programs.trace(fn, args, kwargs).closed)
 
 
 def _share(closed: _compat.ClosedJaxpr) -> float | None:
-    flops = _matmuls.count_flops(closed)
+    flops = _programs.count_flops(closed)
     is_float = lambda dtype: jnp.issubdtype(dtype, jnp.floating)
     flops = Counter({pair: n for pair, n in flops.items() if all(map(is_float, pair))})
     if not isinstance(flops.total(), (int, float)):  # They depend on a symbolic shape.
         return None
-    low = sum(flops[pair] for pair in flops if all(_dtypes.bits(dtype) <= 16 for dtype in pair))
+    low = sum(flops[pair] for pair in flops if all(_core.bits(dtype) <= 16 for dtype in pair))
     return low / flops.total() if flops.total() else None
 
 
@@ -52,7 +50,7 @@ def _shape_of(leaf: object) -> object:
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, weak_type=getattr(leaf, "weak_type", False))
 
 
-class _WeightMatmuls(_analysis.Forward):
+class _WeightMatmuls(_programs.Forward):
     """Finds the FP32 matmuls whose operand is a weight: an argument or constant, also if cast."""
 
     nothing = False
@@ -68,22 +66,22 @@ class _WeightMatmuls(_analysis.Forward):
 
     def equation(self, equation: _compat.JaxprEqn, operands: list[Any], frame: Frame) -> list[Any]:
         name = equation.primitive.name
-        if name in _matmuls.MATMULS and any(operands):
-            matmul = _matmuls.matmul_of(equation)
+        if name in _programs.MATMULS and any(operands):
+            matmul = _programs.matmul_of(equation)
             path = self._path(frame.place.of(equation).scopes)
             # A function that `apply` calls with the model may multiply outside of all modules.
-            if _dtypes.FLOAT32 in (matmul.lhs, matmul.rhs) and path in self._modules:
+            if _core.FLOAT32 in (matmul.lhs, matmul.rhs) and path in self._modules:
                 self.found[not self._modules[path].is_low][path] = matmul.flops, equation
             return [False]
-        if name in _uses.EXACT:
+        if name in _programs.EXACT:
             return [any(operands)] * len(equation.outvars)
-        is_converted = _operations.name_of(equation) == _wide.WIDENED_MATMUL
+        is_converted = _programs.name_of(equation) == _core.WIDENED_MATMUL
         return [False] if is_converted else self.enter(equation, operands, frame)
 
-    def _path(self, scopes: _jaxprs.Path) -> str:
+    def _path(self, scopes: _programs.Path) -> str:
         """Returns the path of the innermost module of the scopes of an equation."""
         inward = [scopes[:length] for length in range(len(scopes), -1, -1)]
-        paths = (path for each in inward for path in _jaxprs.module_paths_of(each))
+        paths = (path for each in inward for path in _programs.module_paths_of(each))
         return next((path for path in paths if path in self._modules), "")
 
 
@@ -167,12 +165,12 @@ def unused_fp8(cls: type, rows: list[Any], labels: dict[str, str], jaxpr: _compa
     decided = [_without_decisions(row, labels) for row in rows]
     if not decided or not all(row.exclusion_reason for row in decided):
         return ""
-    equations = list(_jaxprs.equations(jaxpr))
-    if set(_matmuls.MATMULS).isdisjoint(equation.primitive.name for equation in equations):
+    equations = list(_programs.equations(jaxpr))
+    if set(_programs.MATMULS).isdisjoint(equation.primitive.name for equation in equations):
         return ""
     # A layer that was jitted before records no decision.
     casts = (each for each in equations if each.primitive.name == "convert_element_type")
-    if decided == rows and any("float8" in str(_operations.new_dtype_of(each)) for each in casts):
+    if decided == rows and any("float8" in str(_programs.new_dtype_of(each)) for each in casts):
         return ""
     return _explain.unused_text(cls.__name__, [row for row in decided if row.path or not row.k])
 

@@ -10,10 +10,8 @@ import jax
 import numpy as np
 from flax import nnx
 
-from jaxmp._core._compat import current_context
-from jaxmp._core._messages import Mark
-from jaxmp._core._trees import cast, is_castable, is_float
-from jaxmp._core._typing import DTypeLike, PyTree
+from jaxmp import _core
+from jaxmp._core import DTypeLike, Mark, PyTree, _compat
 from jaxmp._flax._casts import resolve_module, written_back
 from jaxmp._flax._layer_table import LayerTraits
 from jaxmp._flax._nnx_layers import NNX_LAYERS, is_stateful, read_fp8_state
@@ -145,7 +143,7 @@ class CastOnRead:
                 ) from None
         value = vars(module)[self.name]
         bound = bound_of(module)
-        if bound is None or current_context().policies != bound.policies:
+        if bound is None or _compat.current_context().policies != bound.policies:
             return value
         if _keeps_kernel(bound, module, self.name):
             return value
@@ -187,10 +185,12 @@ def _keeps_kernel(bound: Bound, module: nnx.Module, name: str) -> bool:
 def read_as(source: nnx.Variable[Any], dtype: DTypeLike) -> nnx.Variable[Any]:
     """Returns a Variable of the same type that is read in `dtype` and writes to `source`."""
     value = source.get_raw_value()
-    castable = isinstance(value, (jax.Array, np.ndarray)) and is_castable(value)
+    castable = isinstance(value, (jax.Array, np.ndarray)) and _core.is_castable(value)
     if not castable or value.dtype == dtype or not _is_ordinary(source):
         return source
-    variable = _cast_class(type(source)).from_metadata(cast(value, dtype), source.get_metadata())
+    variable = _cast_class(type(source)).from_metadata(
+        _core.cast(value, dtype), source.get_metadata()
+    )
     object.__setattr__(variable, "_source", source)
     return variable
 
@@ -214,7 +214,7 @@ def _cast_class(cls: type) -> Any:
                 return
             read = object.__getattribute__(self, "_raw_value")
             source.set_raw_value(written_back(value, read, source.get_raw_value()))
-            object.__setattr__(self, name, cast(value, read.dtype))
+            object.__setattr__(self, name, _core.cast(value, read.dtype))
 
         def set_value(self, value: PyTree, **index: Any) -> None:
             source = _source_of(self)
@@ -225,9 +225,9 @@ def _cast_class(cls: type) -> Any:
             if index.get("index", ...) is ...:
                 value = written_back(value, read, stored)
             else:
-                value = cast(value, stored.dtype) if is_float(value) else value
+                value = _core.cast(value, stored.dtype) if _core.is_float(value) else value
             source.set_value(value, **index)
-            object.__setattr__(self, "_raw_value", cast(source.get_raw_value(), read.dtype))
+            object.__setattr__(self, "_raw_value", _core.cast(source.get_raw_value(), read.dtype))
 
     CastVariable.__name__ = CastVariable.__qualname__ = cls.__name__
     CastVariable.__module__ = cls.__module__

@@ -12,8 +12,8 @@ import jax
 from flax import nnx
 from flax.nnx.filterlib import Filter
 
-from jaxmp._core import _trees
-from jaxmp._core._typing import Array, PyTree
+from jaxmp import _core
+from jaxmp._core import Array, PyTree
 from jaxmp._flax._nnx_layers import OverwriteWithGradient, trained
 from jaxmp._flax._nnx_writes import (
     Slot,
@@ -132,12 +132,12 @@ class Gradient:
     @property
     def numbers(self) -> tuple[int, ...]:
         """Numbers of the arguments to differentiate."""
-        numbers = _trees.as_tuple(self.argnums)
+        numbers = _core.as_tuple(self.argnums)
         return tuple(n.argnum if isinstance(n, nnx.DiffState) else n for n in numbers)
 
     def filters(self, count: int) -> dict[int, Any]:
         """Returns the filter of the Variables of each argument to differentiate."""
-        numbers = _trees.as_tuple(self.argnums)
+        numbers = _core.as_tuple(self.argnums)
         filters = (n.filter if isinstance(n, nnx.DiffState) else self.wrt for n in numbers)
         return dict(zip(count_argnums("argnums", self.numbers, count), filters, strict=True))
 
@@ -245,7 +245,7 @@ class _Call:
                 if self.overwritten[k]
             }
             if overwritten:
-                params = {_trees.PARAMS: params, _overwritten.OVERWRITE: overwritten}
+                params = {_core.PARAMS: params, _overwritten.OVERWRITE: overwritten}
             out.append(params)
         return out
 

@@ -13,8 +13,8 @@ import numpy as np
 from flax import linen, nnx
 from jax.sharding import NamedSharding
 
-from jaxmp._core import _dtypes, _shardings, _trees
-from jaxmp._core._typing import PyTree
+from jaxmp import _core
+from jaxmp._core import PyTree
 from jaxmp._flax._layer_table import author_class
 from jaxmp._flax._missing_precision import low_precision_share
 from jaxmp._flax._nnx_cast_on_read import Path, bound_of, is_member
@@ -100,7 +100,7 @@ def _check_bridge(module: nnx.bridge.ToNNX | nnx.bridge.Module, path: Path) -> N
 def _members(module: nnx.Module) -> list[tuple[Path, Any]]:
     """Lists the modules and Variables directly below a module, also in lists and dicts."""
     return [
-        ((name, *_trees.path_names(key_path)), leaf)
+        ((name, *_core.path_names(key_path)), leaf)
         for name, value in sorted(vars(module).items())
         if not name.startswith("_pytree__")
         for key_path, leaf in jax.tree.leaves_with_path(value, is_leaf=is_member)
@@ -127,7 +127,7 @@ def paths_of(entries: list[ModuleEntry]) -> dict[str, type | None]:
 
 def _param_path(owner: Path, name: str) -> str:
     """Returns the path of a parameter as in the model's state: `a/layers:0` for one in a list."""
-    return _trees.parameter_path((*owner, *name.split("/")))
+    return _core.parameter_path((*owner, *name.split("/")))
 
 
 # ---------------------------------------------------------------------------
@@ -167,7 +167,7 @@ def apply_policy(model: M, recipe: _load.RecipeLike, *, shardings: PyTree = None
     check_model(model, nnx.Module)
     policies = _load.as_policy_map(recipe)
     _required.check_module_dtypes(policies)
-    by_path = {} if shardings is None else _shardings.shardings_by_path(shardings, "shardings")
+    by_path = {} if shardings is None else _core.shardings_by_path(shardings, "shardings")
     entries = find_modules(model)
     _check_shardings(model, by_path)
     _required.check_required(policies, paths_of(entries))
@@ -245,7 +245,7 @@ def _check_shared(entries: list[ModuleEntry], policies: _load.PolicyMap) -> None
         for name, param in entry.params:
             owners[id(param)] += [(*path, *name.split("/")) for path in entry.paths]
     for names in owners.values():
-        stored = {_trees.parameter_path(path): storage_dtype(policies, path) for path in names}
+        stored = {_core.parameter_path(path): storage_dtype(policies, path) for path in names}
         _check_equal("The parameter", stored, "p=f32")
 
 
@@ -257,7 +257,7 @@ def _check_shared_module(entry: ModuleEntry, policies: _load.PolicyMap) -> None:
     rules = {path: each.rule if each.rule_names_output else None for path, each in resolved.items()}
     required = [rule for rule in rules.values() if rule is not None and rule.required]
     if required:
-        output = f"o={_dtypes.short_name(required[0].output_dtype)}"
+        output = f"o={_core.short_name(required[0].output_dtype)}"
         outputs = {path: output if rule else "the compute dtype" for path, rule in rules.items()}
         _check_equal(name, outputs, output)
 
@@ -309,15 +309,15 @@ def _deciding_path(entry: ModuleEntry, policies: _load.PolicyMap) -> Path:
 def _check_shardings(model: nnx.Module, shardings: Mapping[Path, NamedSharding]) -> None:
     """Raises an error if shardings are not those of a model's parameters."""
     if shardings:
-        flat = _trees.leaves_with_path(nnx.state(model))
-        shapes = {_shardings.without_contents(names): np.shape(leaf) for names, leaf in flat}
+        flat = _core.leaves_with_path(nnx.state(model))
+        shapes = {_core.without_contents(names): np.shape(leaf) for names, leaf in flat}
         params = nnx.to_flat_state(nnx.state(model, nnx.Param))
         required = (
             tuple(map(str, path))
             for path, param in params
             if param.get_metadata().get("out_sharding") is None and tuple(map(str, path)) in shapes
         )
-        _shardings.check_tree("shardings", shardings, "the model", shapes, required)
+        _core.check_tree("shardings", shardings, "the model", shapes, required)
 
 
 def _separate(
@@ -332,7 +332,7 @@ def _separate(
             dtype = storage_dtype(policies, path)
             names = ((*other, *name.split("/")) for other in entry.paths)
             sharding = next((shardings[n] for n in names if n in shardings), None)
-            is_stored = _trees.is_castable(value) and value.dtype != dtype
+            is_stored = _core.is_castable(value) and value.dtype != dtype
             if is_stored or sharding is not None:
                 copy = copies.setdefault(id(param), param.copy())
                 if sharding is not None:

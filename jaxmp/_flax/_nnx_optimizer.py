@@ -13,8 +13,8 @@ import optax
 from flax import nnx
 from flax.nnx.filterlib import Filter
 
-from jaxmp._core import _compat, _trees
-from jaxmp._core._typing import PyTree
+from jaxmp import _core
+from jaxmp._core import PyTree, _compat
 from jaxmp._flax._nnx_cast_on_read import bound_of
 from jaxmp._flax._nnx_gradients import Gradient
 from jaxmp._flax._nnx_layers import OverwriteWithGradient, trained
@@ -216,7 +216,7 @@ class Optimizer(nnx.Optimizer):
                 opt_state = _assign.keep_masters(applied, opt_state, self._pure_state())
             new_params = jax.tree.map(
                 lambda new, old, undone: (
-                    new if undone is old else _trees.select_leaf(applied, new, undone)
+                    new if undone is old else _core.select_leaf(applied, new, undone)
                 ),
                 new_params,
                 params,
@@ -279,7 +279,7 @@ class EMA(nnx.EMA):
         if optimizer is not None:
             every = nnx.as_pure(nnx.state(model))
             full = _find.replace_by_masters(every, nnx.as_pure(optimizer.opt_state))
-            by_path = dict(_trees.leaves_with_path(full))
-            new = _trees.map_with_path(lambda names, _: by_path[names], new)
+            by_path = dict(_core.leaves_with_path(full))
+            new = _core.map_with_path(lambda names, _: by_path[names], new)
         average = _average.incremental_update(new, nnx.as_pure(self.params), 1 - self.decay)
         nnx.update(self.params, average)

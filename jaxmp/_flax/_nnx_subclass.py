@@ -16,10 +16,9 @@ import numpy as np
 from flax import nnx
 from flax.nnx.nn.dtypes import promote_dtype as flax_promote_dtype
 
+from jaxmp import _core
 from jaxmp._attention._layer import attention_under_policy
-from jaxmp._core import _compat, _trees, _wide
-from jaxmp._core._dtypes import is_16bit
-from jaxmp._core._typing import DTypeLike, PyTree
+from jaxmp._core import DTypeLike, PyTree, _compat
 from jaxmp._flax import _labels, _search
 from jaxmp._flax._casts import ModulePolicy, is_complex, keeps_dtype
 from jaxmp._flax._fp8_layers import Promotion, quantizes_float32_kernels, wide_operator
@@ -441,7 +440,10 @@ def _looks_up_float32(bound: Bound, module: nnx.Module) -> bool:
         return False
     table = vars(module)[bound.module_policy.traits.embedding].get_raw_value()
     dtypes = table.dtype, dict(bound.author).get("dtype")
-    return is_16bit(bound.module_policy.policy.compute_dtype) and dtypes == (np.float32, np.float32)
+    return _core.is_16bit(bound.module_policy.policy.compute_dtype) and dtypes == (
+        np.float32,
+        np.float32,
+    )
 
 
 def _lookup(bound: Bound, module: nnx.Module, *args: PyTree, **kwargs: PyTree) -> jax.Array:
@@ -450,7 +452,7 @@ def _lookup(bound: Bound, module: nnx.Module, *args: PyTree, **kwargs: PyTree) -
     The gradient of a row is a sum over all positions that looked it up; this sum is in FP32.
     """
     rows = _call_copy(_author_copy(bound, module), module, "__call__", *args, **kwargs)
-    return _trees.cast(rows, bound.module_policy.policy.compute_dtype)
+    return _core.cast(rows, bound.module_policy.policy.compute_dtype)
 
 
 def _wide_attend(module: Any, wide: np.dtype) -> Callable[..., jax.Array]:
@@ -459,7 +461,7 @@ def _wide_attend(module: Any, wide: np.dtype) -> Callable[..., jax.Array]:
     def attend(query: jax.Array, out_sharding: Any = None) -> jax.Array:
         query, embedding = module.promote_dtype((query, module.embedding[...]), dtype=module.dtype)
         product = functools.partial(jnp.dot, out_sharding=out_sharding)
-        return _wide.wide_product(product, query, embedding.T, wide)
+        return _core.wide_product(product, query, embedding.T, wide)
 
     return attend
 

@@ -11,8 +11,8 @@ from typing import Any, TypeGuard
 import jax
 from flax import nnx
 
-from jaxmp._core import _trees
-from jaxmp._core._typing import Array, PyTree
+from jaxmp import _core
+from jaxmp._core import Array, PyTree
 from jaxmp._flax._nnx_layers import OverwriteWithGradient
 from jaxmp.errors import JaxmpError
 
@@ -102,14 +102,14 @@ def undo(write: Write, others: Iterable[Write], applied: jax.Array) -> None:
       applied: bool scalar.
     """
     others = [other for other in others if other.slot == write.slot]
-    old, new = write.after, _trees.select(applied, write.after, write.before)
+    old, new = write.after, _core.select(applied, write.after, write.before)
     for other in others:
         if same(other.after, write.before):
             other.after = new
     while (later := next((o for o in others if same(o.before, old)), None)) is not None:
         others.remove(later)
         later.before = new
-        old, new = later.after, _trees.select(applied, later.after, write.before)
+        old, new = later.after, _core.select(applied, later.after, write.before)
         later.after = new
     if same(write.slot.get(), old):
         write.slot.set(new)
@@ -123,8 +123,8 @@ def continued(write: Write, earlier: Write) -> Write:
     """
     if not same(earlier.after, write.before):
         return write
-    finite = _trees.all_finite(earlier.after)
-    before = _trees.select(finite, earlier.after, earlier.before)
+    finite = _core.all_finite(earlier.after)
+    before = _core.select(finite, earlier.after, earlier.before)
     return Write(write.slot, before, write.after)
 
 
@@ -187,10 +187,10 @@ def by_position(
 
 def count_argnums(name: str, numbers: int | Sequence[int] | None, count: int) -> tuple[int, ...]:
     """Returns argument numbers with negative ones counted from the end."""
-    for number in _trees.as_tuple(numbers):
+    for number in _core.as_tuple(numbers):
         if name != "batch_argnums" and not -count <= number < count:
             raise JaxmpError(
                 f"{name} names argument {number}, but the function was called with {count} "
                 "positional argument(s)."
             )
-    return tuple(n % count if -count <= n < 0 else n for n in _trees.as_tuple(numbers))
+    return tuple(n % count if -count <= n < 0 else n for n in _core.as_tuple(numbers))

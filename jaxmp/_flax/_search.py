@@ -25,13 +25,12 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxmp import _programs
 from jaxmp._autocast._resolve import is_traced_by_autocast
-from jaxmp._core import _compat
-from jaxmp._core._typing import PyTree
+from jaxmp._core import PyTree, _compat
 from jaxmp._flax import _labels, _missing_precision
 from jaxmp._flax._casts import computes_in_16_bits
 from jaxmp._policies._load import PolicyMap
-from jaxmp._programs import _jaxprs, _uses
 from jaxmp.errors import RecipeWarning
 from jaxmp.fp8 import _explain
 
@@ -139,13 +138,13 @@ class ModelSearch:
             search = _compat.context(decisions=labeling)
             with search, _explain.recorded() as fp8, warnings.catch_warnings():
                 warnings.simplefilter("ignore")
-                closed = _jaxprs.trace(fn, (arrays,), {}).closed
+                closed = _programs.trace(fn, (arrays,), {}).closed
         except Exception as error:
             # The call itself raises the same error, or it reads values of arrays outside of `jit`.
             self._failure = _failure_text(key, labeling, error)
             return None
         uses = _labels.LabelUses()
-        uses.facts(closed.jaxpr, _uses.wide_results(closed.jaxpr))
+        uses.facts(closed.jaxpr, _programs.wide_results(closed.jaxpr))
         reasons = {label: _reason(use) for label, use in uses.of_labels.items()}
         cls, policies, path = key
         in_fp8 = policies.default.matmul == "fp8"
@@ -190,7 +189,7 @@ def _accepted(
         try:
             with search, _explain.recorded(), warnings.catch_warnings():
                 warnings.simplefilter("ignore")
-                _jaxprs.trace(fn, (arrays,), {})
+                _programs.trace(fn, (arrays,), {})
             return accepted, None
         except Exception as error:
             refused = error
@@ -279,13 +278,13 @@ _EMPTY = types.CellType()
 _OF_MODEL = "its results are those of the model"
 
 
-def _reason(use: _uses.Use) -> str:
+def _reason(use: _programs.Use) -> str:
     """Returns why a value is not rounded; "" if it is."""
     reasons = {
-        _uses.Use.ORDER: "argmax, top-k or a sort compares its results",
-        _uses.Use.SOFTMAX: "a softmax reads its results",
-        _uses.Use.LOSS: "a loss reads its results",
+        _programs.Use.ORDER: "argmax, top-k or a sort compares its results",
+        _programs.Use.SOFTMAX: "a softmax reads its results",
+        _programs.Use.LOSS: "a loss reads its results",
     }
-    if use == _uses.Use.RESULT:
+    if use == _programs.Use.RESULT:
         return _OF_MODEL
     return next((reasons[each] for each in reasons if each in use), "")

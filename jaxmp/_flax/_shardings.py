@@ -10,9 +10,8 @@ import jax
 from flax import nnx
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from jaxmp._core._shardings import check_tree
-from jaxmp._core._trees import Path, path_names
-from jaxmp._core._typing import Array, PyTree
+from jaxmp import _core
+from jaxmp._core import Array, Path, PyTree
 from jaxmp.errors import CompositionError, JaxmpError
 
 
@@ -61,10 +60,10 @@ def constrain_variables(variables: PyTree, shardings: Mapping[Path, NamedShardin
         return variables
     leaves = jax.tree_util.tree_flatten_with_path(variables["params"], is_leaf=_is_box)[0]
     if shardings and leaves:
-        arrays = {path_names(path): leaf for path, leaf in leaves}
+        arrays = {_core.path_names(path): leaf for path, leaf in leaves}
         shapes = {names: jax.numpy.shape(_unboxed(leaf)) for names, leaf in arrays.items()}
         required = (names for names, leaf in arrays.items() if not _is_box(leaf))
-        check_tree("shardings", shardings, "the model", shapes, required)
+        _core.check_tree("shardings", shardings, "the model", shapes, required)
     changed = False
 
     def of_leaf(key_path: tuple[object, ...], leaf: Any) -> Any:
@@ -72,7 +71,7 @@ def constrain_variables(variables: PyTree, shardings: Mapping[Path, NamedShardin
         array = _unboxed(leaf)
         if not isinstance(array, jax.Array):
             return leaf
-        sharding = shardings.get(path_names(key_path))
+        sharding = shardings.get(_core.path_names(key_path))
         if sharding is not None:
             spec = sharding.spec
         else:

@@ -15,12 +15,12 @@ import optax
 from flax import serialization, struct
 from jax.core import Tracer
 
-from jaxmp._core import _messages, _trees
-from jaxmp._core._typing import Array, PyTree
-from jaxmp._gradients import _dynamic_loss_scale, _loss_scale, _value_and_grad
+from jaxmp import _core
+from jaxmp._core import Array, PyTree
+from jaxmp._gradients import _loss_scale, _value_and_grad
 from jaxmp.errors import JaxmpError
 from jaxmp.fp8 import _overwritten
-from jaxmp.optim import _apply, _assign, _find, _layout, _master, _skip
+from jaxmp.optim import _apply, _assign, _find, _layout, _master
 
 
 class TrainState(struct.PyTreeNode):
@@ -182,7 +182,7 @@ class TrainState(struct.PyTreeNode):
         )
         if applied is not None:
             old = {name: getattr(self, name) for name in mutables}
-            mutables = _trees.select(applied, mutables, old)
+            mutables = _core.select(applied, mutables, old)
             overwritten = _overwritten.select(applied, overwritten, old_overwritten)
         increment = jnp.ones((), jnp.int32) if applied is None else applied.astype(jnp.int32)
         new = self.replace(
@@ -191,7 +191,7 @@ class TrainState(struct.PyTreeNode):
             opt_state=opt_state,
             **mutables,
         )
-        return _messages.warn_if_dropped(new, "state = state.apply_gradients(grads=grads)")
+        return _core.warn_if_dropped(new, "state = state.apply_gradients(grads=grads)")
 
     def _check_mutables(self, mutables: dict[str, Any]) -> None:
         for name, value in mutables.items():
@@ -301,7 +301,7 @@ def _make(tx: optax.GradientTransformation, params: PyTree) -> dict[str, Any]:
     return {
         "step": jnp.zeros((), jnp.int32),
         "params": _overwritten.join(stored, jax.tree.map(jnp.array, overwritten), params),
-        "opt_state": _trees.owned(opt_state, params, stored),
+        "opt_state": _core.owned(opt_state, params, stored),
     }
 
 
@@ -329,18 +329,18 @@ def _strong(leaf: PyTree) -> PyTree:
     """Converts weakly typed arrays, made from Python numbers, which would retrace step 2."""
     if isinstance(leaf, float):
         return jnp.asarray(leaf, jnp.float32)
-    if _trees.is_castable(leaf):  # also NumPy's float64
-        leaf = _trees.cast(leaf, _trees.dtype_of(leaf))
+    if _core.is_castable(leaf):  # also NumPy's float64
+        leaf = _core.cast(leaf, _core.dtype_of(leaf))
     weak = getattr(leaf, "weak_type", False)
     return jnp.asarray(leaf, dtype=leaf.dtype) if weak else leaf
 
 
 def _fresh_array(leaf: object) -> object:
-    return _trees.copied(leaf) if isinstance(leaf, jax.Array) else leaf
+    return _core.copied(leaf) if isinstance(leaf, jax.Array) else leaf
 
 
 def _fresh(new: Array, original: Array) -> Array:
-    return _trees.copied(new) if new is original else new
+    return _core.copied(new) if new is original else new
 
 
 # ---------------------------------------------------------------------------
@@ -357,12 +357,5 @@ def _refuse_serialization(*_: object) -> NoReturn:
     )
 
 
-for _cls in (
-    _skip.SkipStats,
-    _skip.SkipNonfiniteState,
-    _layout.MasterParamsState,
-    _loss_scale.NoLossScale,
-    _loss_scale.StaticLossScale,
-    _dynamic_loss_scale.DynamicLossScale,
-):
+for _cls in _find.STATES:
     serialization.register_serialization_state(_cls, _refuse_serialization, _refuse_serialization)

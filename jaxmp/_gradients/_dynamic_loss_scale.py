@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import ArrayLike
 
-from jaxmp._core._messages import did_you_mean
+from jaxmp import _core
 from jaxmp._gradients._loss_scale import (
     LARGEST_SCALE,
     SMALLEST_SCALE,
@@ -230,8 +230,8 @@ class DynamicLossScale(Scaling):
         """
         if framework not in [*PRESETS]:
             raise LossScaleError(
-                f"Unknown framework {framework!r}.{did_you_mean(str(framework), PRESETS)} Allowed: "
-                f"{', '.join(PRESETS)}; for example DynamicLossScale.preset('torch')."
+                f"Unknown framework {framework!r}.{_core.did_you_mean(str(framework), PRESETS)} "
+                f"Allowed: {', '.join(PRESETS)}; for example DynamicLossScale.preset('torch')."
             )
         return cls(**{"max_scale": None, **PRESETS[framework], **settings})
 

@@ -15,8 +15,8 @@ import numpy as np
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxmp._core import _compat, _dtypes, _trees
-from jaxmp._core._typing import Array, PyTree
+from jaxmp import _core
+from jaxmp._core import Array, PyTree, _compat
 from jaxmp._gradients._fp32 import is_on_several_devices, with_fp32_gradients
 from jaxmp._gradients._hints import check_matmuls, note_scaled, traced_loss
 from jaxmp._gradients._loss_scale import LossScale, NoLossScale
@@ -94,7 +94,7 @@ def differentiate(
     run = fn_of_inputs
     is_converted = any(inputs[n] is not args[i] for n, i in enumerate(options.argnums))
     with _overwritten.explain_fm32() if is_converted else contextlib.nullcontext():
-        if not _dtypes.is_16bit(options.reduce_dtype):
+        if not _core.is_16bit(options.reduce_dtype):
             widen = options.widen_params or is_on_several_devices(args, kwargs)
             run, inputs = with_fp32_gradients(run, inputs, regather=options.regather, widen=widen)
         loss, backward, (weight, aux) = jax.vjp(run, *inputs, has_aux=True)
@@ -150,8 +150,8 @@ def _cotangent_and_unscale(
 def _poison_all(finite: jax.Array, grads: PyTree) -> PyTree:
     """Casts gradients to FP32, and sets all of them to NaN if the loss is not finite."""
     select = lambda leaf: lax.select_n(finite, jnp.full_like(leaf, jnp.nan), leaf)
-    grads = _trees.cast_floating(grads, _dtypes.FLOAT32)
-    return jax.tree.map(lambda leaf: select(leaf) if _trees.is_inexact(leaf) else leaf, grads)
+    grads = _core.cast_floating(grads, _core.FLOAT32)
+    return jax.tree.map(lambda leaf: select(leaf) if _core.is_inexact(leaf) else leaf, grads)
 
 
 def _poison_one(finite: jax.Array, grads: PyTree) -> PyTree:
@@ -161,7 +161,7 @@ def _poison_one(finite: jax.Array, grads: PyTree) -> PyTree:
     the loss is NaN, too, and a `where` inside the model can block it. A factor on every leaf would
     cost a pass over all gradients. (A loss scale divides by NaN, which sets all leaves to NaN.)
     """
-    leaves, treedef = jax.tree.flatten(_trees.cast_floating(grads, _dtypes.FLOAT32))
+    leaves, treedef = jax.tree.flatten(_core.cast_floating(grads, _core.FLOAT32))
     sizes = [(leaf.size, i) for i, leaf in enumerate(leaves) if leaf.size]
     if sizes:
         _, index = min(sizes)
@@ -193,7 +193,7 @@ def reduce_sums(sums: Sums, options: Options) -> Sums:
     axes, dtype = options.axes, options.reduce_dtype
 
     def reduce_leaf(gradient: Array) -> Array:
-        return combine(_trees.cast_floating(gradient, dtype), axes)
+        return combine(_core.cast_floating(gradient, dtype), axes)
 
     grads = tuple(
         _overwritten.map_leaves(
@@ -210,7 +210,7 @@ def mean_of_sums(sums: Sums) -> tuple[jax.Array, tuple[Any, ...]]:
     """Divides the sums by their weight, in FP32."""
 
     def mean_leaf(gradient: Array) -> Array:
-        full = _trees.cast_floating(gradient, _dtypes.FLOAT32)
+        full = _core.cast_floating(gradient, _core.FLOAT32)
         return full if sums.weight is None else full / sums.weight.astype(full.dtype)
 
     grads = tuple(_overwritten.map_leaves(mean_leaf, lambda x: x, tree) for tree in sums.grads)
@@ -283,7 +283,7 @@ def _split(batch: PyTree, argnum: int, options: Options) -> list[Array]:
     """Splits each leaf that has an axis 0 to `(microbatches, rows per microbatch, ...)`."""
     count = options.microbatches
 
-    def split_leaf(names: _trees.Path, leaf: Array) -> Array:
+    def split_leaf(names: _core.Path, leaf: Array) -> Array:
         if leaf.shape[0] % count:
             where = "".join(f"[{name!r}]" for name in names)
             raise JaxmpError(
@@ -296,7 +296,7 @@ def _split(batch: PyTree, argnum: int, options: Options) -> list[Array]:
         shape = count, leaf.shape[0] // count, *leaf.shape[1:]
         return lax.reshape(leaf, shape, out_sharding=_sharding_of_parts(leaf))
 
-    flat = _trees.leaves_with_path(batch)
+    flat = _core.leaves_with_path(batch)
     return [split_leaf(names, leaf) for names, leaf in flat if _has_rows(leaf)]
 
 
@@ -327,13 +327,13 @@ def _zero_sums(args: tuple[Any, ...], options: Options) -> Sums:
         )
         for i in options.argnums
     )
-    zero = Sums(jnp.zeros((), _dtypes.FLOAT32), jnp.zeros((), _dtypes.FLOAT32), grads)
+    zero = Sums(jnp.zeros((), _core.FLOAT32), jnp.zeros((), _core.FLOAT32), grads)
     axes = {*options.axes, *_compat.varying_axes(args)}
     return _compat.vary(zero, tuple(axes)) if axes else zero
 
 
 def _zero_gradient(leaf: jax.Array, options: Options) -> jax.Array:
-    dtype = options.accumulate_dtype if _trees.is_castable(leaf) else leaf.dtype
+    dtype = options.accumulate_dtype if _core.is_castable(leaf) else leaf.dtype
     axes = reduced_axes(leaf)
     if not axes:
         return jnp.zeros_like(leaf, dtype=dtype)
@@ -346,14 +346,14 @@ def _add(total: Sums, new: Sums) -> Sums:
     """Adds the sums of one part; an unweighted part has weight 1."""
     grads = tuple(
         _overwritten.map_leaves(
-            lambda t, g: t + _trees.cast(g, t.dtype),
+            lambda t, g: t + _core.cast(g, t.dtype),
             lambda t, g: jnp.maximum(t, _overwritten.to_float32(g)),
             old,
             fresh,
         )
         for old, fresh in zip(total.grads, new.grads, strict=True)
     )
-    weight = jnp.ones((), _dtypes.FLOAT32) if new.weight is None else new.weight
+    weight = jnp.ones((), _core.FLOAT32) if new.weight is None else new.weight
     if total.weight is not None:
         weight = total.weight + weight
     return Sums(total.loss + new.loss, weight, grads)
@@ -410,17 +410,17 @@ def _scalar(value: PyTree, what: str) -> jax.Array:
             f"example jnp.mean({what}.astype(jnp.float32))."
         )
     if what == "weight":
-        return array.astype(_dtypes.FLOAT32)
+        return array.astype(_core.FLOAT32)
     if not jnp.issubdtype(array.dtype, jnp.floating):
         raise JaxmpError(f"The loss must be a floating-point number, but is {array.dtype}.")
-    if _dtypes.is_16bit(array.dtype):
+    if _core.is_16bit(array.dtype):
         warnings.warn(
             f"The loss function returned its loss in {array.dtype}, which rounds it. "
             "Compute it in FP32: logits.astype(jnp.float32) before the loss.",
             RecipeWarning,
             stacklevel=2,
         )
-    return array.astype(_dtypes.FLOAT32)
+    return array.astype(_core.FLOAT32)
 
 
 def describe(value: PyTree) -> str:

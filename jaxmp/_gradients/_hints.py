@@ -16,10 +16,8 @@ from typing import Any
 
 import jax
 
-from jaxmp._core import _compat, _dtypes, _messages
-from jaxmp._core._messages import Mark
-from jaxmp._core._typing import PyTree
-from jaxmp._programs._matmuls import count_flops
+from jaxmp import _core, _programs
+from jaxmp._core import Mark, PyTree, _compat
 from jaxmp.errors import RecipeWarning
 
 # The warning that is due when the trace of a gradient ends, or None if its loss has been scaled.
@@ -64,10 +62,10 @@ def expect_scale(inputs: PyTree, mark: Mark) -> None:
     """
     trace = next(filter(None, map(_compat.gradient_trace, jax.tree.leaves(inputs))), None)
     if trace is None and _is_scaled.get() is False:
-        _warn_of_gradient(mark, _messages.user_line())
+        _warn_of_gradient(mark, _core.user_line())
     elif trace is not None and trace not in _gradients:
         # Flax NNX leaves the trace to the garbage collector; all others end with their function.
-        _gradients[trace] = weakref.finalize(trace, _warn_of_gradient, mark, _messages.user_line())
+        _gradients[trace] = weakref.finalize(trace, _warn_of_gradient, mark, _core.user_line())
 
 
 def _warn_of_gradient(mark: Mark, line: tuple[str, int]) -> None:
@@ -97,21 +95,21 @@ def check_matmuls(mark: Mark, backward: Any) -> None:
     mark.is_checked = True
     residuals, jaxpr = jax.tree.leaves(backward), getattr(backward, "jaxpr", None)
     if jaxpr is None or any(
-        getattr(leaf, "dtype", None) in _dtypes.FLOATS_16BIT for leaf in residuals
+        getattr(leaf, "dtype", None) in _core.FLOATS_16BIT for leaf in residuals
     ):
         return
-    pairs = count_flops(jaxpr)
+    pairs = _programs.count_flops(jaxpr)
     dtypes = {dtype for pair in pairs for dtype in pair}
-    if any(_dtypes.bits(dtype) <= 16 for dtype in dtypes):
+    if any(_core.bits(dtype) <= 16 for dtype in dtypes):
         return
-    if _dtypes.FLOAT64 in dtypes:
-        _messages.warn_user(
+    if _core.FLOAT64 in dtypes:
+        _core.warn_user(
             f"The recipe of the optimizer computes in {mark.dtype}, but matmuls of the loss run in "
             "float64: recipes do not cast float64 arrays, which JAX and NumPy make by default if "
             "jax_enable_x64 is on. Cast the inputs before the model: x = x.astype(jnp.float32)."
         )
     elif dtypes:
-        _messages.warn_user(
+        _core.warn_user(
             f"The recipe of the optimizer computes in {mark.dtype}, but was not applied to a "
             "model or a function: all matmuls of the loss run in FP32. Apply it: model = "
             "recipe.wrap(model), which returns a new model, or loss_fn = jaxmp.autocast(loss_fn, "

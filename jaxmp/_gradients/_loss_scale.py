@@ -14,10 +14,8 @@ from jax import lax
 from jax.core import Tracer
 from jax.typing import ArrayLike, DTypeLike
 
-from jaxmp._core import _trees
-from jaxmp._core._dtypes import FLOAT32
-from jaxmp._core._messages import Mark
-from jaxmp._core._typing import Array, PyTree
+from jaxmp import _core
+from jaxmp._core import Array, Mark, PyTree
 from jaxmp._gradients._hints import note_scaled
 from jaxmp.errors import LossScaleError
 
@@ -49,11 +47,11 @@ def is_equal(a: ArrayLike, b: ArrayLike) -> bool:
 
 def rescale_leaf(rescale: Callable[[jax.Array], jax.Array], leaf: PyTree) -> PyTree:
     """Applies `rescale` in FP32 or wider to a floating leaf, or to both parts of a complex one."""
-    if isinstance(leaf, float) and _trees.dtype_of(leaf) is None:
+    if isinstance(leaf, float) and _core.dtype_of(leaf) is None:
         leaf = jnp.float32(leaf)
-    if not _trees.is_inexact(leaf):
+    if not _core.is_inexact(leaf):
         return leaf
-    wide = jnp.asarray(_trees.cast_floating(leaf, FLOAT32))
+    wide = jnp.asarray(_core.cast_floating(leaf, _core.FLOAT32))
     if jnp.iscomplexobj(wide):
         return lax.complex(rescale(wide.real), rescale(wide.imag))
     return rescale(wide)
@@ -204,7 +202,7 @@ class NoLossScale(LossScale):
 
     def unscale(self, tree: T) -> T:
         """Casts the float16 and bfloat16 leaves of `tree` to float32, as every loss scale does."""
-        return _trees.cast_floating(tree, FLOAT32)
+        return _core.cast_floating(tree, _core.FLOAT32)
 
 
 class Scaling(LossScale):
@@ -264,7 +262,7 @@ def is_number(value: object) -> bool:
     """Returns True if `value` is a single real number, traced or not, and not a bool."""
     if isinstance(value, (int, float)):
         return not isinstance(value, bool)
-    kind = _trees.dtype_of(value) if _is_scalar(value) else None
+    kind = _core.dtype_of(value) if _is_scalar(value) else None
     return kind is not None and any(jnp.issubdtype(kind, k) for k in (jnp.floating, jnp.integer))
 
 
@@ -338,7 +336,7 @@ def check_order(low: float, init: float | jax.Array, high: float) -> None:
 
 
 def check_bool(value: object) -> jax.Array:
-    if isinstance(value, bool) or (_is_scalar(value) and _trees.dtype_of(value) == np.bool_):
+    if isinstance(value, bool) or (_is_scalar(value) and _core.dtype_of(value) == np.bool_):
         return jnp.asarray(value)
     raise LossScaleError(
         f"adjust(grads_finite={value!r}): grads_finite must be a single bool, or a bool array of "

@@ -11,9 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxmp._core import _compat, _trees
-from jaxmp._core._dtypes import sum_dtype
-from jaxmp._core._typing import AxisNames, DTypeLike, PyTree
+from jaxmp import _core
+from jaxmp._core import AxisNames, DTypeLike, PyTree, _compat
 from jaxmp._gradients._dynamic_loss_scale import LossScaleLike, as_loss_scale
 from jaxmp._gradients._evaluate import (
     Options,
@@ -120,15 +119,15 @@ def value_and_grad(
         loss_scale=as_loss_scale(loss_scale),
         has_aux=has_aux or mutable_argnum is not None,
         weighted=weighted,
-        argnums=_trees.as_tuple(argnums),
+        argnums=_core.as_tuple(argnums),
         microbatches=check_positive(microbatches),
-        batch_argnums=(1,) if batch_argnums is None else _trees.as_tuple(batch_argnums),
-        rng_argnums=_trees.as_tuple(rng_argnums),
+        batch_argnums=(1,) if batch_argnums is None else _core.as_tuple(batch_argnums),
+        rng_argnums=_core.as_tuple(rng_argnums),
         mutable_argnum=mutable_argnum,
         interleave=interleave,
-        axes=_trees.as_tuple(axis_name),
-        accumulate_dtype=sum_dtype(accumulate_dtype),
-        reduce_dtype=sum_dtype(reduce_dtype),
+        axes=_core.as_tuple(axis_name),
+        accumulate_dtype=_core.sum_dtype(accumulate_dtype),
+        reduce_dtype=_core.sum_dtype(reduce_dtype),
         regather=regather,
         widen_params=widen_params,
         guarded=guarded,
@@ -223,7 +222,7 @@ def options_of_call(options: Options, args: tuple[Any, ...]) -> Options:
     """Returns the options for a call with `args`, with checked, non-negative argument numbers."""
 
     def count(name: str, *, optional: bool = False) -> tuple[int, ...]:
-        numbers = _trees.as_tuple(getattr(options, name))
+        numbers = _core.as_tuple(getattr(options, name))
         for index in numbers:
             if not -len(args) <= index < len(args) and not optional:
                 raise JaxmpError(
@@ -293,10 +292,10 @@ def _check_differentiable(index: int, arg: PyTree) -> None:
             "its parameters, with its loss scale: state.value_and_grad(loss_fn)(batch)."
         )
     params, _ = _overwritten.split(arg)
-    for names, leaf in _trees.leaves_with_path(params):
+    for names, leaf in _core.leaves_with_path(params):
         where = "".join(f"[{name!r}]" for name in names)
         is_number = hasattr(leaf, "dtype") or isinstance(leaf, (int, float, complex))
-        if is_number and _trees.is_inexact(leaf if hasattr(leaf, "dtype") else jnp.asarray(leaf)):
+        if is_number and _core.is_inexact(leaf if hasattr(leaf, "dtype") else jnp.asarray(leaf)):
             continue
         fix = "Pass it as another argument, or leave it out of argnums."
         if names:

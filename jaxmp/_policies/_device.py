@@ -10,9 +10,8 @@ from collections.abc import Callable
 import jax
 import numpy as np
 
-from jaxmp._core import _compat, _messages, _targets
-from jaxmp._core._dtypes import BFLOAT16, FLOAT16
-from jaxmp._core._typing import PyTree
+from jaxmp import _core
+from jaxmp._core import PyTree, _compat
 from jaxmp._gradients._hints import expect_scale
 from jaxmp._policies._policy import Policy
 from jaxmp._policies._required import named_dtypes
@@ -20,7 +19,7 @@ from jaxmp._policies._resolve import Policies
 from jaxmp.errors import RecipeWarning
 
 
-def check_gradient(policies: Policies, inputs: Callable[[], PyTree], mark: _messages.Mark) -> None:
+def check_gradient(policies: Policies, inputs: Callable[[], PyTree], mark: _core.Mark) -> None:
     """Warns if a model in float16 is differentiated without a loss scale.
 
     Args:
@@ -28,7 +27,7 @@ def check_gradient(policies: Policies, inputs: Callable[[], PyTree], mark: _mess
       inputs: returns the parameters, or other arrays that the model reads.
       mark: that of the model.
     """
-    if not mark.is_checked and computes_in(policies, FLOAT16):
+    if not mark.is_checked and computes_in(policies, _core.FLOAT16):
         expect_scale(inputs(), mark)
 
 
@@ -38,11 +37,15 @@ def check_device(policies: Policies) -> None:
     Called while a model is traced, because the device that is compiled for is known only then.
     """
     if _compat.target() == "tpu":
-        lacks, other, device = FLOAT16, "bf16", "TPUs multiply bfloat16 natively, and not float16"
-    elif gpu := _targets.unsupported_gpu(_targets.BFLOAT16_MATMULS):
-        lacks, other = BFLOAT16, "fp16"
+        lacks, other, device = (
+            _core.FLOAT16,
+            "bf16",
+            "TPUs multiply bfloat16 natively, and not float16",
+        )
+    elif gpu := _core.unsupported_gpu(_core.BFLOAT16_MATMULS):
+        lacks, other = _core.BFLOAT16, "fp16"
         device = f"{gpu} has no bfloat16 matmuls: they require compute capability "
-        device += f"{_targets.capability_text(_targets.BFLOAT16_MATMULS)}"
+        device += f"{_core.capability_text(_core.BFLOAT16_MATMULS)}"
     else:
         return
     if computes_in(policies, lacks):

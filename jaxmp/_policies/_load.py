@@ -12,8 +12,7 @@ from typing import TypeAlias, TypeVar, cast
 
 import jax
 
-from jaxmp._core._dtypes import FLOAT16
-from jaxmp._core._messages import did_you_mean
+from jaxmp import _core
 from jaxmp._policies import _scaling_table, _toml
 from jaxmp._policies._loss_scale_table import LossScaleData, automatic_kind, read_loss_scale
 from jaxmp._policies._op_table import OpTable
@@ -223,7 +222,7 @@ def _unknown_name(text: str) -> RecipeError:
         raise RecipeError(f"{text!r} is a name of {framework}. Write load_recipe({name!r}).")
     problem = "is not a recipe or a policy" if text.strip() else "is an empty name"
     return RecipeError(
-        f"{text!r} {problem}.{did_you_mean(text.strip().lower(), recipe_names())} Recipes: "
+        f"{text!r} {problem}.{_core.did_you_mean(text.strip().lower(), recipe_names())} Recipes: "
         f"{', '.join(recipe_names())}. A file has a path that ends in .toml. A policy string "
         "has the form 'p=f32,c=bf16,o=f32'. For example:\n    load_recipe('bf16')"
     )
@@ -300,8 +299,9 @@ def _read_base(document: _toml.Document, extends: Setting, chain: tuple[str, ...
     if not name.endswith(".toml"):
         raise RecipeError(
             f"{extends.location}: {name!r} is not an installed recipe."
-            f"{did_you_mean(name, recipe_names())} Allowed: {', '.join(recipe_names())}, or a path "
-            f"ending in .toml, relative to this file. For example:\n{fix_line('', 'extends')}"
+            f"{_core.did_you_mean(name, recipe_names())} Allowed: {', '.join(recipe_names())}, or "
+            "a path ending in .toml, relative to this file. For example:\n"
+            f"{fix_line('', 'extends')}"
         )
     file = str(Path(document.file).parent / name)
     try:
@@ -405,7 +405,7 @@ def check_recipe(data: D, locate: Callable[[str, str], str] | None = None) -> D:
         check_module_dtypes(policies)
     if data.master == "packed":
         for owner, field, dtype in named_dtypes(data.policies):
-            if (field, dtype) == ("param_dtype", FLOAT16):
+            if (field, dtype) == ("param_dtype", _core.FLOAT16):
                 raise RecipeError(
                     f'{locate("optimizer", "master")}: master = "packed" stores the 16 bits of '
                     f"FP32 that bfloat16 drops, but {owner} stores parameters in float16. Write:\n"

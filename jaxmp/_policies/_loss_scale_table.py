@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 
-from jaxmp._core._dtypes import FLOAT16
+from jaxmp import _core
 from jaxmp._gradients import _loss_scale
 from jaxmp._gradients._dynamic_loss_scale import DynamicLossScale, LossScaleLike, as_loss_scale
 from jaxmp._policies import _toml
@@ -126,7 +126,7 @@ def automatic_kind(policies: Policies) -> str:
     """Returns the kind of "auto": "dynamic" if any dtype of any phase is float16, or "none"."""
     phases = (policies, *policies.others)
     dtypes = {dtype for each in phases for _, _, dtype in named_dtypes(each)}
-    return "dynamic" if FLOAT16 in dtypes else "none"
+    return "dynamic" if _core.FLOAT16 in dtypes else "none"
 
 
 def _contradiction(key: str, setting: Setting, kind: str) -> RecipeError:

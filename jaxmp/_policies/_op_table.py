@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
 
-from jaxmp._core import _messages
+from jaxmp import _core
 from jaxmp.errors import OpError
 
 # ---------------------------------------------------------------------------
@@ -98,7 +98,7 @@ class OpRule:
             return "its operands must share a dtype."
         if category == "inside":
             return "it does not contain a program."
-        hint = _messages.did_you_mean(category, self.allowed) if isinstance(category, str) else ""
+        hint = _core.did_you_mean(category, self.allowed) if isinstance(category, str) else ""
         return f"this category does not exist.{hint}"
 
     @property
@@ -466,7 +466,7 @@ def _row(rows: Mapping[str, OpRule], name: str) -> OpRule:
 
 def unknown_op(name: object, rows: Iterable[str]) -> OpError:
     """Returns the error for a name that a table with these rows does not have."""
-    close = _messages.nearest(str(name), rows)
+    close = _core.nearest(str(name), rows)
     hint = f" Nearest: {', '.join(map(repr, close))}." if close else ""
     return OpError(
         f"{name!r} is not an operation of the table.{hint} Write names as a jaxpr prints them "

@@ -9,10 +9,8 @@ from typing import Any, Protocol, TypeAlias, TypeGuard, TypeVar
 import jax
 import numpy as np
 
-from jaxmp._core._dtypes import DTYPE_NAMES, canonical_dtype, short_name
-from jaxmp._core._messages import did_you_mean
-from jaxmp._core._trees import cast_floating
-from jaxmp._core._typing import DTypeLike
+from jaxmp import _core
+from jaxmp._core import DTypeLike
 from jaxmp._policies._patterns import Names
 from jaxmp._policies._toml import shipped
 from jaxmp.errors import PolicyError
@@ -62,7 +60,7 @@ def canonical_fields(fields: Mapping[str, Any], *, within: str) -> dict[str, Any
     canonical: dict[str, Any] = {}
     for name, value in fields.items():
         if name.endswith("_dtype"):
-            canonical[name] = canonical_dtype(value, within=within)
+            canonical[name] = _core.canonical_dtype(value, within=within)
         elif name in _CHOICES:
             canonical[name] = _canonical_choice(name, value, where)
         elif name in ("keep_inputs", "forward_methods"):
@@ -78,7 +76,7 @@ def canonical_fields(fields: Mapping[str, Any], *, within: str) -> dict[str, Any
 def _canonical_choice(name: str, value: Any, where: str) -> str:
     description, allowed, example = _CHOICES[name]
     if value not in allowed:
-        hint = did_you_mean(value, allowed) if isinstance(value, str) else ""
+        hint = _core.did_you_mean(value, allowed) if isinstance(value, str) else ""
         raise PolicyError(
             f"Unknown {description} {value!r}{where}.{hint} Allowed: "
             f"{', '.join(map(repr, allowed))}; for example {example!r}."
@@ -177,7 +175,7 @@ def fields_text(fields: Mapping[str, Any]) -> str:
 
 def _value_text(name: str, value: Any) -> str:
     if name.endswith("_dtype"):
-        return short_name(value)
+        return _core.short_name(value)
     if name == "window":
         return window_text(value)
     return ("+".join(value) or "none") if isinstance(value, tuple) else str(value)
@@ -220,7 +218,7 @@ def read_fields(policy: str | Mapping[str, Any]) -> dict[str, Any]:
         field = FIELD_KEYS.get(key.lower())
         if field is None:
             raise PolicyError(
-                f"Unknown key {key!r} in {within!r}.{did_you_mean(key.lower(), FIELD_KEYS)} "
+                f"Unknown key {key!r} in {within!r}.{_core.did_you_mean(key.lower(), FIELD_KEYS)} "
                 "Allowed: p (param_dtype), c (compute_dtype), o (output_dtype), matmul, "
                 "implementation, mask, window, keep_inputs, forward_methods, fp32_outputs_below; "
                 "for example 'p=f32,c=bf16,o=f32'."
@@ -331,15 +329,15 @@ class Policy:
 
     def cast_to_param(self, tree: T) -> T:
         """Casts the floating arrays of `tree` to `param_dtype`; other leaves are unchanged."""
-        return cast_floating(tree, self.param_dtype)
+        return _core.cast_floating(tree, self.param_dtype)
 
     def cast_to_compute(self, tree: T) -> T:
         """Casts the floating arrays of `tree` to `compute_dtype`; other leaves are unchanged."""
-        return cast_floating(tree, self.compute_dtype)
+        return _core.cast_floating(tree, self.compute_dtype)
 
     def cast_to_output(self, tree: T) -> T:
         """Casts the floating arrays of `tree` to `output_dtype`; other leaves are unchanged."""
-        return cast_floating(tree, self.output_dtype)
+        return _core.cast_floating(tree, self.output_dtype)
 
     def with_output_dtype(self, output_dtype: DTypeLike) -> Policy:
         """Returns the policy with another `output_dtype`."""
@@ -347,7 +345,7 @@ class Policy:
 
     def __str__(self) -> str:
         dtypes = {"p": self.param_dtype, "c": self.compute_dtype, "o": self.output_dtype}
-        parts = [f"{key}={short_name(dtype)}" for key, dtype in dtypes.items()]
+        parts = [f"{key}={_core.short_name(dtype)}" for key, dtype in dtypes.items()]
         others = {name: getattr(self, name) for name in FIELD_NAMES[len(dtypes) :]}
         changed = {k: v for k, v in others.items() if v != getattr(_PLAIN, k)}
         return ",".join([*parts, *filter(None, [fields_text(changed)])])
@@ -414,7 +412,7 @@ def get_policy(policy: PolicyLike) -> Policy:
         return complete_policy(read_fields(policy))
     if is_policy(policy):
         return Policy(policy.param_dtype, policy.compute_dtype, policy.output_dtype)
-    dtype = canonical_dtype(policy)
+    dtype = _core.canonical_dtype(policy)
     return Policy(dtype, dtype, dtype)
 
 
@@ -428,15 +426,17 @@ def is_policy(value: object) -> TypeGuard[PolicyDtypes]:
 def _parse_policy(text: str) -> Policy:
     name = text.strip().lower()
     if name in shipped():
-        is_dtype = name in DTYPE_NAMES
-        dtype = f", or {canonical_dtype(name).name!r} for all three dtypes" if is_dtype else ""
+        is_dtype = name in _core.DTYPE_NAMES
+        dtype = (
+            f", or {_core.canonical_dtype(name).name!r} for all three dtypes" if is_dtype else ""
+        )
         raise PolicyError(
             f"{text!r} is the name of a recipe, which contains more than one policy. Use "
             f"jaxmp.load_recipe({name!r}), or its default policy: "
             f"jaxmp.load_recipe({name!r}).policies.default{dtype}."
         )
-    if name in DTYPE_NAMES:
-        dtype = canonical_dtype(name)
+    if name in _core.DTYPE_NAMES:
+        dtype = _core.canonical_dtype(name)
         return Policy(dtype, dtype, dtype)
     if "=" not in text:
         raise _unknown_name_error(text, name)
@@ -445,10 +445,10 @@ def _parse_policy(text: str) -> Policy:
 
 def _unknown_name_error(text: str, name: str) -> PolicyError:
     if name.removeprefix("u").startswith("int"):
-        canonical_dtype(text)  # raises
+        _core.canonical_dtype(text)  # raises
     return PolicyError(
-        f"Unknown policy {text!r}.{did_you_mean(name, DTYPE_NAMES)} Use the name of a dtype, such "
-        "as 'bfloat16', or pairs such as 'p=f32,c=bf16,o=f32'."
+        f"Unknown policy {text!r}.{_core.did_you_mean(name, _core.DTYPE_NAMES)} Use the name of a "
+        "dtype, such as 'bfloat16', or pairs such as 'p=f32,c=bf16,o=f32'."
     )
 
 

@@ -14,8 +14,8 @@ from typing import Self, TypeVar, Unpack, cast, final
 import jax
 import optax
 
-from jaxmp._core._messages import warn_if_dropped
-from jaxmp._core._typing import AxisNames, PyTree
+from jaxmp import _core
+from jaxmp._core import AxisNames, PyTree
 from jaxmp._gradients._loss_scale import LossScale
 from jaxmp._policies import _load
 from jaxmp._policies._load import PolicyMap, RecipeData, RecipeLike
@@ -115,7 +115,7 @@ class Recipe(RecipeData):
         """
         policies = _load.as_policy_map(self)
         wrapped = _load_adapter(model).apply_policy(model, policies, shardings=shardings)
-        return warn_if_dropped(wrapped, "model = recipe.wrap(model)")
+        return _core.warn_if_dropped(wrapped, "model = recipe.wrap(model)")
 
     def optimizer(
         self, inner: optax.GradientTransformation, axis_name: AxisNames = None
@@ -167,7 +167,7 @@ class Recipe(RecipeData):
         """
         master = "packed" if self.master == "packed" else "fp32"
         stored = cast_params(params, self.policies, master)
-        return warn_if_dropped(stored, "params = recipe.cast_params(params)")
+        return _core.warn_if_dropped(stored, "params = recipe.cast_params(params)")
 
     def phase(self, step: int) -> Recipe:
         """Returns the recipe of a step; this recipe itself if it has no phases.
@@ -239,7 +239,9 @@ class Recipe(RecipeData):
           >>> load_recipe("fp16").replace(loss_scale=128.0).loss_scale
           StaticLossScale(loss_scale=128.0)
         """
-        return warn_if_dropped(replace_settings(self, **changes), "recipe = recipe.replace(...)")
+        return _core.warn_if_dropped(
+            replace_settings(self, **changes), "recipe = recipe.replace(...)"
+        )
 
     def to_toml(self) -> str:
         """Returns the text of a TOML file that loads as an equal recipe.

@@ -6,9 +6,8 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any, TypedDict, Unpack
 
-from jaxmp._core._dtypes import canonical_dtype
-from jaxmp._core._messages import did_you_mean
-from jaxmp._core._typing import DTypeLike
+from jaxmp import _core
+from jaxmp._core import DTypeLike
 from jaxmp._gradients._dynamic_loss_scale import LossScaleLike
 from jaxmp._policies import _load
 from jaxmp._policies._load import D, PolicyMap, RecipeData, RecipeLike
@@ -147,7 +146,7 @@ def _read_change(key: str, value: object) -> object:
     if key not in _REPLACEABLE:
         names = ["policies", "loss_scale", "ops", "fp8", "phases", *ATTENTION_FIELDS, *_REPLACEABLE]
         raise RecipeError(
-            f"replace() has no argument {key!r}.{did_you_mean(key, names)} Allowed: "
+            f"replace() has no argument {key!r}.{_core.did_you_mean(key, names)} Allowed: "
             f"{', '.join(names)}; for example recipe.replace(master='fp32')."
         )
     field = _REPLACEABLE[key]
@@ -162,7 +161,7 @@ def _read_change(key: str, value: object) -> object:
 def _dtype_name(value: object) -> object:
     """Returns the full name of a floating dtype; any other value, which a file refuses, too."""
     try:
-        return canonical_dtype(value).name
+        return _core.canonical_dtype(value).name
     except PolicyError:
         return getattr(value, "name", getattr(value, "__name__", value))
 

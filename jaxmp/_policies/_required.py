@@ -9,9 +9,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from jaxmp._core import _explanation
-from jaxmp._core._dtypes import bits, is_16bit, short_name
-from jaxmp._core._messages import nearest
+from jaxmp import _core
 from jaxmp._policies import _patterns
 from jaxmp._policies._patterns import ModuleType
 from jaxmp._policies._policy import Policy, with_fields
@@ -21,7 +19,7 @@ from jaxmp.errors import PolicyError, RuleError
 
 
 @dataclasses.dataclass(frozen=True)
-class PolicyDecision(_explanation.ExplanationRow):
+class PolicyDecision(_core.ExplanationRow):
     """Policy of one module or parameter.
 
     Attributes:
@@ -48,7 +46,7 @@ class PolicyDecision(_explanation.ExplanationRow):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class PolicyExplanation(_explanation.ExplanationSection[PolicyDecision]):
+class PolicyExplanation(_core.ExplanationSection[PolicyDecision]):
     """Policies of a model's modules.
 
     Attributes:
@@ -76,7 +74,7 @@ class PolicyExplanation(_explanation.ExplanationSection[PolicyDecision]):
         share = self.low_precision_share
         if share is not None:
             lines.append(f"{share:.1%} of the matmul FLOPs run in 16 bits or fewer.")
-            if share < 0.5 and self.rows and is_16bit(self.rows[0].policy.compute_dtype):
+            if share < 0.5 and self.rows and _core.is_16bit(self.rows[0].policy.compute_dtype):
                 lines.append(
                     "Layers that cast their operands themselves do not follow the recipe. Apply it "
                     "to each operation: loss_fn = jaxmp.autocast(loss_fn, recipe)."
@@ -113,11 +111,11 @@ def check_module_dtypes(policies: Policies) -> None:
       PolicyError: if a dtype has less than 16 bits.
     """
     for owner, field, dtype in named_dtypes(policies):
-        if bits(dtype) < 16:
+        if _core.bits(dtype) < 16:
             raise PolicyError(
-                f"{field}={short_name(dtype)} in {owner}: modules store and compute in 16 bits or "
-                "more; FP8 is available for dots only (matmul=fp8). Use 16 bits here, such as "
-                "load_recipe('p=f32,c=bf16,o=f32')."
+                f"{field}={_core.short_name(dtype)} in {owner}: modules store and compute in 16 "
+                "bits or more; FP8 is available for dots only (matmul=fp8). Use 16 bits here, such "
+                "as load_recipe('p=f32,c=bf16,o=f32')."
             )
 
 
@@ -201,10 +199,10 @@ def _no_match_error(rule: Rule, types: Mapping[str, ModuleType]) -> RuleError:
     names = sorted({name for item in types.values() for name in _patterns.module_type_names(item)})
     hints = []
     if rule.path is not None:
-        close = nearest(rule.path.replace("**/", "").replace("/**", ""), paths) or paths[:5]
+        close = _core.nearest(rule.path.replace("**/", "").replace("/**", ""), paths) or paths[:5]
         hints.append("nearest paths: " + (", ".join(map(repr, close)) or "none"))
     if rule.module_type is not None:
-        close = nearest(rule.module_type, names) or names[:5]
+        close = _core.nearest(rule.module_type, names) or names[:5]
         hints.append("nearest types: " + (", ".join(close) or "none"))
     if rule.layers is not None:
         return _stack_error(rule, f"it matches no numbered layers; {'; '.join(hints)}")
@@ -254,7 +252,7 @@ def _check_names(rule: Rule, types: Mapping[str, ModuleType]) -> None:
     for key, allowed in known.items():
         for name in getattr(rule, key) or ():
             if name not in allowed:
-                close = ", ".join(nearest(name, allowed) or sorted(allowed)[:5])
+                close = ", ".join(_core.nearest(name, allowed) or sorted(allowed)[:5])
                 raise RuleError(
                     f"{rule!r}: {key} contains {name!r}, which no module that the rule matches has;"
                     f" nearest: {close or 'none'}. Correct the name, or allow the rule to match "

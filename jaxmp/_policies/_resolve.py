@@ -12,7 +12,7 @@ from typing import Any, Self
 
 import numpy as np
 
-from jaxmp._core import _dtypes, _trees
+from jaxmp import _core
 from jaxmp._policies._patterns import ModuleType, own_inputs, path_string
 from jaxmp._policies._policy import Policy, summarized, with_fields
 from jaxmp._policies._rules import Rule, override, rule_text
@@ -229,21 +229,21 @@ def resolve_policy(
     if policy.keep_inputs:
         policy = _with_own_inputs(policy, deciding, module_type)
     names_output = deciding is not None and deciding.output_dtype is not None
-    bits = _dtypes.bits
+    bits = _core.bits
     is_wide = names_output and bits(policy.output_dtype) > bits(policy.compute_dtype)
-    is_half_root = not path and _dtypes.is_16bit(policy.output_dtype)
+    is_half_root = not path and _core.is_16bit(policy.output_dtype)
     narrow = "" if is_half_root else narrow_reason(policy, outputs)
     sets_fp8 = deciding is not None and deciding.matmul == "fp8"
     uses_fp8 = policy.matmul == "fp8" and (sets_fp8 or not is_decision)
     is_fixed = names_output or (deciding is not None and deciding.fp32_outputs_below == 0)
-    is_widened = is_decision and not is_fixed and _dtypes.is_16bit(policy.compute_dtype)
+    is_widened = is_decision and not is_fixed and _core.is_16bit(policy.compute_dtype)
     returns_fp32 = narrow or (is_widened and not is_half_root)
-    own_dtype = _dtypes.FLOAT32 if returns_fp32 else policy.compute_dtype
+    own_dtype = _core.FLOAT32 if returns_fp32 else policy.compute_dtype
     resolved = policies._resolved[key] = ResolvedPolicy(
         policy=policy,
         rule=deciding,
         output_dtype=policy.output_dtype if names_output or not path else own_dtype,
-        wide_output=policy.output_dtype if is_wide else _dtypes.FLOAT32 if returns_fp32 else None,
+        wide_output=policy.output_dtype if is_wide else _core.FLOAT32 if returns_fp32 else None,
         scaling=as_scaling(policies.fp8) if uses_fp8 else None,
         path=path,
         narrow=narrow,
@@ -268,7 +268,7 @@ def _resting(policies: Policies, own: Policy, path: str, module_type: ModuleType
 def narrow_reason(policy: Policy, outputs: int | None) -> str:
     """Returns why a linear layer with so few outputs returns FP32; "" if it does not."""
     limit = policy.fp32_outputs_below
-    if outputs is None or outputs >= limit or not _dtypes.is_16bit(policy.compute_dtype):
+    if outputs is None or outputs >= limit or not _core.is_16bit(policy.compute_dtype):
         return ""
     return f"FP32 result of {outputs} output{'s' * (outputs != 1)}: fp32_outputs_below={limit}"
 
@@ -296,7 +296,7 @@ def storage_dtype(policies: Policies, names: tuple[str, ...]) -> np.dtype:
       policies: the policies.
       names: path of the parameter in its tree, such as `("block_0", "dense", "kernel")`.
     """
-    return resolve_policy(policies, _trees.parameter_path(names)).policy.param_dtype
+    return resolve_policy(policies, _core.parameter_path(names)).policy.param_dtype
 
 
 def _with_own_inputs(policy: Policy, rule: Rule | None, module_type: ModuleType) -> Policy:

@@ -10,8 +10,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxmp._core import _dtypes
-from jaxmp._core._typing import DTypeLike
+from jaxmp import _core
+from jaxmp._core import DTypeLike
 from jaxmp._policies import _patterns, _policy
 from jaxmp._policies._patterns import ModuleType, Names
 from jaxmp._policies._policy import FIELD_NAMES, Policy, PolicyLike
@@ -209,7 +209,7 @@ def override(default: Policy, rule: Rule) -> Policy:
     if rule.output_dtype is not None:
         fields.setdefault("fp32_outputs_below", 0)
     policy = dataclasses.replace(default, **fields)
-    is_wide = rule.compute_dtype is not None and _dtypes.bits(policy.compute_dtype) > 16
+    is_wide = rule.compute_dtype is not None and _core.bits(policy.compute_dtype) > 16
     if is_wide and rule.matmul is None and policy.matmul == "fp8":
         return dataclasses.replace(policy, matmul="default")
     return policy
@@ -248,9 +248,9 @@ def _policy_fields(policy: PolicyLike | None, code: str) -> dict[str, Any]:
 def _refuse_bare_name(policy: PolicyLike, code: str) -> None:
     """Refuses the name of a dtype or a recipe: `Rule("head", "bf16")` could mean either."""
     name = policy.strip().lower() if isinstance(policy, str) else None
-    if name in _dtypes.DTYPE_NAMES or (name is None and not _policy.is_policy(policy)):
-        dtype = _dtypes.canonical_dtype(policy, within=code)
-        short = _dtypes.short_name(dtype)
+    if name in _core.DTYPE_NAMES or (name is None and not _policy.is_policy(policy)):
+        dtype = _core.canonical_dtype(policy, within=code)
+        short = _core.short_name(dtype)
         raise RuleError(
             f"{code}: policy {policy!r} is ambiguous. Use 'c={short}' to compute in {dtype.name}, "
             f"or 'p={short},c={short},o={short}' to set all three dtypes."
@@ -312,5 +312,5 @@ def _check_fields(rule: Rule) -> None:
         raise RuleError(
             f"Rule({selector}) sets param_dtype by module type, but parameter trees contain only "
             f"paths. Select the parameters by path: Rule({rule.path or '**/NAME'!r}, "
-            f"'p={_dtypes.short_name(rule.param_dtype)}')."
+            f"'p={_core.short_name(rule.param_dtype)}')."
         )

@@ -6,8 +6,7 @@ import itertools
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from jaxmp._core._dtypes import DTYPE_NAMES
-from jaxmp._core._messages import did_you_mean
+from jaxmp import _core
 from jaxmp._gradients._dynamic_loss_scale import PRESETS
 from jaxmp._policies import _phases, _policy, _scaling_table, _toml
 from jaxmp._policies._op_table import DEFAULT_OPS, OpRule, unknown_op
@@ -116,7 +115,7 @@ TABLES = {
         "master": choice(*MASTERS),
         "skip": choice("auto", "select", "cond", "none"),
         "moment_dtype": choice(*MOMENT_DTYPES)._replace(
-            names={n: d.name for n, d in DTYPE_NAMES.items() if d.name in MOMENT_DTYPES}
+            names={n: d.name for n, d in _core.DTYPE_NAMES.items() if d.name in MOMENT_DTYPES}
         ),
     },
     "attention": _ATTENTION,
@@ -323,7 +322,7 @@ def _unknown_key(document: _toml.Document, key: _toml.Key, table: str) -> Recipe
     top = (*TOP, *TABLES, "rules", "phases")
     phase = (*PHASE, "rules")
     allowed = {"": top, "rules": RULE, "phases": phase, **TABLES}[table]
-    hint = did_you_mean(name, allowed)
+    hint = _core.did_you_mean(name, allowed)
     nearest = hint.split("'")[1] if hint else next(iter(allowed))
     is_table = not table and nearest not in TOP
     fix = _table_example(nearest) if is_table else fix_line(table, nearest)

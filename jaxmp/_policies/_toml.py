@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxmp._core import _dtypes, _messages
+from jaxmp import _core
 from jaxmp.errors import RecipeError
 
 # `("policy", "matmul")`, or `("rules", 0, "path")` for a key of the first [[rules]].
@@ -278,7 +278,7 @@ class Field(NamedTuple):
         is_outside = isinstance(value, (int, float)) and not low <= value <= high
         is_long = self.is_line and isinstance(value, str) and not value.isprintable()
         if type(value) not in self.types or is_outside or is_long:
-            hint = _messages.did_you_mean(value, self.names) if isinstance(value, str) else ""
+            hint = _core.did_you_mean(value, self.names) if isinstance(value, str) else ""
             raise RecipeError(f"{describe(value)} is not allowed.{hint} Allowed: {self.allowed}.")
         return value if self.convert is None else self.convert(value)
 
@@ -290,8 +290,8 @@ def choice(*options: str, example: str = "") -> Field:
 
 
 def _dtype_name(name: str) -> str:
-    dtype = _dtypes.canonical_dtype(name)
-    if _dtypes.bits(dtype) < 16:
+    dtype = _core.canonical_dtype(name)
+    if _core.bits(dtype) < 16:
         raise RecipeError(
             f"{dtype.name} is too narrow: values overflow without a scale. Use float32, bfloat16 "
             'or float16; matmul = "fp8" makes linear layers multiply in FP8, with scales.'

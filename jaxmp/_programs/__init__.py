@@ -16,3 +16,24 @@ Read the modules in this order:
    of modules.
 6. `_observe` runs a program again, and measures the tensors of its modules.
 """
+
+# fmt: off
+from jaxmp._programs._analysis import Backward, Body, Forward, primitives
+from jaxmp._programs._bind import SCATTERS, bind
+from jaxmp._programs._constructs import (
+    BRANCHES, CALLS, CONSTRUCTS, CUSTOM_DERIVATIVES, LOOPS, REMATS, Form, call_of, form_of, inners,
+    scan_of, sub_jaxprs,
+)
+from jaxmp._programs._in_place import InPlace
+from jaxmp._programs._interpreter import Entry, Frame, Interpreter, Place
+from jaxmp._programs._jaxprs import (
+    AUTOCAST, BACKWARD, FORWARD, QUANTIZE, Path, Traced, array_aval, equations, is_literal,
+    module_paths_of, phase_of, scope_names, trace, without_unused,
+)
+from jaxmp._programs._locations import FULL_PRECISION, Lines
+from jaxmp._programs._matmuls import MATMULS, count_flops, is_outer_product, matmul_of
+from jaxmp._programs._operations import (
+    Dot, arithmetic_of, dimensions_of, dot_of, is_partial, is_unique, label_of, name_of,
+    new_dtype_of, sharding_of_result,
+)
+from jaxmp._programs._uses import EXACT, SENSITIVE, Use, Uses, wide_results

@@ -11,9 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxmp._core import _dtypes
-from jaxmp._core._compat import JaxprEqn, source_info_util
-from jaxmp._core._typing import Array
+from jaxmp import _core
+from jaxmp._core import Array, _compat
+from jaxmp._core._compat import JaxprEqn
 from jaxmp._programs._constructs import sub_jaxprs
 from jaxmp._programs._jaxprs import array_aval
 from jaxmp._programs._locations import Lines
@@ -56,11 +56,11 @@ def as_recorded(equation: JaxprEqn) -> Iterator[None]:
     the user's frames. These equations get the frames of the call.
     """
     info = equation.source_info
-    stack = source_info_util.current_name_stack() + info.name_stack
+    stack = _compat.source_info_util.current_name_stack() + info.name_stack
     traceback = info.traceback
     if traceback is not None and not _lines().has_own(traceback):
-        traceback = source_info_util.current().traceback
-    with source_info_util.user_context(traceback, name_stack=stack), equation.ctx.manager:
+        traceback = _compat.source_info_util.current().traceback
+    with _compat.source_info_util.user_context(traceback, name_stack=stack), equation.ctx.manager:
         yield
 
 
@@ -90,12 +90,12 @@ def is_narrow(value: Any) -> bool:
 
 def is_narrow_dtype(dtype: Any) -> bool:
     """Returns True for the dtypes of 16-bit floats and of FP8."""
-    return dtype in _dtypes.FLOATS_16BIT or (isinstance(dtype, np.dtype) and _dtypes.is_fp8(dtype))
+    return dtype in _core.FLOATS_16BIT or (isinstance(dtype, np.dtype) and _core.is_fp8(dtype))
 
 
 def wide(x: Any) -> Any:
     """Returns an array of 16 bits or FP8 in FP32; other values unchanged."""
-    return lax.convert_element_type(x, _dtypes.FLOAT32) if is_narrow(x) else x
+    return lax.convert_element_type(x, _core.FLOAT32) if is_narrow(x) else x
 
 
 def rounded_to(x: Array, dtype: Any) -> Array:
@@ -105,7 +105,7 @@ def rounded_to(x: Array, dtype: Any) -> Array:
         return lax.reduce_precision(x, 8, info.nmant)
     # `lax.reduce_precision` would replace subnormal numbers by zero.
     narrow = lax.optimization_barrier(lax.convert_element_type(x, jnp.dtype(dtype)))
-    return lax.convert_element_type(narrow, _dtypes.FLOAT32)
+    return lax.convert_element_type(narrow, _core.FLOAT32)
 
 
 def runs_in_fp32(equation: JaxprEqn) -> bool:
@@ -129,7 +129,7 @@ def bind_in_fp32(equation: JaxprEqn, operands: list[Any]) -> list[Array]:
     if runs_in_fp32(equation):
         params = equation.params.items()
         dtypes = {key: x for key, x in params if isinstance(x, np.dtype)}
-        changes = {key: _dtypes.FLOAT32 for key, x in dtypes.items() if is_narrow_dtype(x)}
+        changes = {key: _core.FLOAT32 for key, x in dtypes.items() if is_narrow_dtype(x)}
         if "precision" in equation.params and any(is_narrow(v.aval) for v in equation.invars):
             changes["precision"] = (lax.Precision.HIGHEST,) * 2
         operands = list(map(wide, operands))
@@ -146,4 +146,4 @@ def _is_of_fp8_bytes(equation: JaxprEqn) -> bool:
     """Returns True for a conversion of FP8 arrays to the bytes that the backward pass saves."""
     dtypes = [getattr(v.aval, "dtype", None) for v in (*equation.invars, *equation.outvars)]
     is_cast = equation.primitive.name == "bitcast_convert_type"
-    return is_cast and any(isinstance(x, np.dtype) and _dtypes.is_fp8(x) for x in dtypes)
+    return is_cast and any(isinstance(x, np.dtype) and _core.is_fp8(x) for x in dtypes)

@@ -15,7 +15,8 @@ from typing import Any, NamedTuple, TypeAlias, TypeGuard
 import jax
 from jax import lax
 
-from jaxmp._core._compat import ClosedJaxpr, Jaxpr, jaxpr_body, scan_counts
+from jaxmp._core import _compat
+from jaxmp._core._compat import ClosedJaxpr, Jaxpr
 
 
 class Form(enum.Enum):
@@ -115,7 +116,7 @@ class Call(NamedTuple):
     @property
     def is_empty(self) -> bool:
         """True if the jaxpr returns arguments and constants, and computes nothing."""
-        return not jaxpr_body(self.jaxpr)[0].eqns
+        return not _compat.jaxpr_body(self.jaxpr)[0].eqns
 
     def separated(self, operands: Sequence[Any]) -> list[Any]:
         """Returns operands behind the barrier with which JAX lowers a recomputation."""
@@ -230,7 +231,7 @@ def scan_of(equation: Any) -> Scan:
     """Returns the record of a `scan`."""
     params = equation.params
     options = {name: params[name] for name in ("length", "reverse", "unroll")}
-    return Scan(params["jaxpr"], *scan_counts(params), options)
+    return Scan(params["jaxpr"], *_compat.scan_counts(params), options)
 
 
 def while_of(equation: Any) -> While:
@@ -378,7 +379,7 @@ def inners(equation: Any) -> list[Inner]:
 
 
 def _inner(equation: Any, jaxpr: Jaxpr | ClosedJaxpr, indices: Sequence[int]) -> Inner:
-    body, _ = jaxpr_body(jaxpr)
+    body, _ = _compat.jaxpr_body(jaxpr)
     args, outs = len(body.invars), len(body.outvars)
     known: list[int | None] = [*indices] if len(indices) == args else [None] * args
     operands = [None if n is None else equation.invars[n] for n in known]

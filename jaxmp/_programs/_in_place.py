@@ -15,8 +15,8 @@ import jax.numpy as jnp
 from jax.core import ShapedArray
 from jax.custom_derivatives import SymbolicZero
 
-from jaxmp._core._compat import ClosedJaxpr, Jaxpr, JaxprEqn, jaxpr_as_fun, jaxpr_body, jaxpr_like
-from jaxmp._core._typing import Array, PyTree
+from jaxmp._core import Array, PyTree, _compat
+from jaxmp._core._compat import ClosedJaxpr, Jaxpr, JaxprEqn
 from jaxmp._programs import _constructs
 from jaxmp._programs._bind import bind
 from jaxmp._programs._interpreter import Interpreter, Place
@@ -129,7 +129,7 @@ class InPlace(Interpreter):
           The new jaxpr, open or closed as `jaxpr` is, and a note on each result; None for those
           that are fixed.
         """
-        body, _ = jaxpr_body(jaxpr)
+        body, _ = _compat.jaxpr_body(jaxpr)
         avals = [self.aval(var, value) for var, value in zip(body.invars, values, strict=True)]
         notes = tuple(map(self.note, values))
         key = id(jaxpr), tuple(map(str, avals)), notes, self.key(body, place, state), fixed
@@ -144,7 +144,7 @@ class InPlace(Interpreter):
                 outs[:fixed] = map(self.as_result, outs[:fixed], avals)
                 return list(map(self.array, outs))
 
-            new = jaxpr_like(jax.make_jaxpr(run)(*avals), jaxpr)
+            new = _compat.jaxpr_like(jax.make_jaxpr(run)(*avals), jaxpr)
             self._traced[key] = jaxpr, new, results
         return self._traced[key][1:]
 
@@ -161,8 +161,8 @@ class InPlace(Interpreter):
         function = _constructs.custom_jvp_of(equation)
         jaxpr, notes = self.retraced(function.jaxpr, operands, place, state)
         avals = [array_aval(var) for var in equation.invars]
-        out_avals = [var.aval for var in jaxpr_body(jaxpr)[0].outvars]
-        call = jax.custom_jvp(jaxpr_as_fun(jaxpr))
+        out_avals = [var.aval for var in _compat.jaxpr_body(jaxpr)[0].outvars]
+        call = jax.custom_jvp(_compat.jaxpr_as_fun(jaxpr))
 
         def call_jvp(
             primals: tuple[Array, ...], tangents: tuple[Any, ...]
@@ -203,7 +203,7 @@ class InPlace(Interpreter):
         recorded, author_rule = _constructs.custom_vmap_of(equation)
         jaxpr, notes = self.retraced(recorded, operands, place, state)
         avals = [array_aval(var) for var in equation.invars]
-        out_avals = [var.aval for var in jaxpr_body(jaxpr)[0].outvars]
+        out_avals = [var.aval for var in _compat.jaxpr_body(jaxpr)[0].outvars]
 
         def rule(size: int, is_batched: list[Any], *args: Any) -> tuple[PyTree, PyTree]:
             arrays, structure = jax.tree.flatten(args)

@@ -34,8 +34,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from jaxmp._core import _compat
-from jaxmp._core._typing import Array, PyTree
+from jaxmp._core import Array, PyTree, _compat
 from jaxmp._programs import _constructs
 from jaxmp._programs._bind import as_recorded, bind
 from jaxmp._programs._jaxprs import FORWARD, Path, is_literal, phase_of, scope_names

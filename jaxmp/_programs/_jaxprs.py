@@ -11,8 +11,8 @@ import jax
 import numpy as np
 from jax.core import ShapedArray
 
-from jaxmp._core import _compat, _trees
-from jaxmp._core._typing import PyTree
+from jaxmp import _core
+from jaxmp._core import PyTree, _compat
 from jaxmp._programs._constructs import is_jaxpr, sub_jaxprs
 
 Path = tuple[str, ...]
@@ -83,7 +83,7 @@ def trace(fn: Callable[..., Any], args: PyTree, kwargs: Mapping[str, PyTree]) ->
         rest = iter(arrays)
         return tree.unflatten([next(rest) if leaf is None else leaf for leaf in leaves])
 
-    arrays = [_trees.canonical(leaves[n]) for n in positions]
+    arrays = [_core.canonical(leaves[n]) for n in positions]
     return Traced(jax.make_jaxpr(flat)(*arrays), arrays, results)
 
 

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
-from jaxmp._core import _compat, _dtypes, _wide
-from jaxmp._core._typing import DTypeLike
+from jaxmp import _core
+from jaxmp._core import DTypeLike, _compat
 from jaxmp._programs._constructs import Form, form_of, inners
 from jaxmp._programs._jaxprs import Equation, equations
 from jaxmp._programs._operations import arithmetic_of, dot_of, name_of
@@ -228,7 +228,7 @@ def count_flops(jaxpr: _compat.Jaxpr | _compat.ClosedJaxpr) -> Counter[tuple[Any
         inside = [_multiplied(count_flops(inner.jaxpr), inner.times) for inner in inners(equation)]
         if form_of(equation) is Form.BRANCH:
             inside = [max(inside, key=Counter.total)]
-        elif name_of(equation) in (_wide.WIDENED_MATMUL, MX_MATMUL):
+        elif name_of(equation) in (_core.WIDENED_MATMUL, MX_MATMUL):
             # Scales of an MX matmul are integers.
             dtypes = (var.aval.dtype for var in equation.invars)
             lhs, rhs = [each for each in dtypes if jnp.issubdtype(each, jnp.floating)][:2]
@@ -244,7 +244,7 @@ def _multiplied(flops: Counter[tuple[Any, Any]], times: int) -> Counter[tuple[An
 
 def multiple_of(dtype: DTypeLike) -> int:
     """Returns the number of elements in 16 bytes, of which sizes should be multiples."""
-    return max(1, 128 // _dtypes.bits(dtype))
+    return max(1, 128 // _core.bits(dtype))
 
 
 def padded(size: int, multiple: int) -> int:

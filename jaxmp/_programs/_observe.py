@@ -12,9 +12,8 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
-from jaxmp._core._compat import jaxpr_body
-from jaxmp._core._dtypes import is_fp8
-from jaxmp._core._typing import Array
+from jaxmp import _core
+from jaxmp._core import Array, _compat
 from jaxmp._programs import _analysis, _jaxprs, _locations, _operations
 from jaxmp._programs._constructs import inners
 from jaxmp._programs._interpreter import Frame, Interpreter, Place
@@ -69,7 +68,7 @@ class _Inside:
     """Run of one jaxpr."""
 
     def __init__(self, jaxpr: Jaxpr | ClosedJaxpr, place: Place, outer: _Outer) -> None:
-        body, _ = jaxpr_body(jaxpr)
+        body, _ = _compat.jaxpr_body(jaxpr)
         self.at = (*outer.at, outer.number, id(body))
         self.outputs = _analysis.ModuleOutputs(jaxpr, place, outer.used)
         self.cotangents: set[_jaxprs.Atom] = set(itertools.compress(body.invars, outer.cotangents))
@@ -143,7 +142,11 @@ class Observer(Interpreter):
         self, inside: Any, kind: str, name: Any, var: _jaxprs.Atom, x: Any, at: Any
     ) -> None:
         # FP8 operands have been measured before their quantization.
-        if _jaxprs.is_literal(var) or not jnp.issubdtype(x.dtype, jnp.floating) or is_fp8(x.dtype):
+        if (
+            _jaxprs.is_literal(var)
+            or not jnp.issubdtype(x.dtype, jnp.floating)
+            or _core.is_fp8(x.dtype)
+        ):
             return
         if var not in inside.measured:
             inside.measured[var] = self.measure(x)
@@ -152,7 +155,7 @@ class Observer(Interpreter):
     def _quantized(self, x: Array, results: list[Array], key: Key) -> None:
         """Measures an operand with the scales of its FP8 copies, and these scales."""
         for n, (values, factor) in enumerate(itertools.pairwise(results)):
-            if not is_fp8(values.dtype) or factor.dtype != jnp.float32:
+            if not _core.is_fp8(values.dtype) or factor.dtype != jnp.float32:
                 continue
             key = key._replace(at=(*key.at, n))
             self.side[key._replace(kind=SCALES)] = self.measure(factor)

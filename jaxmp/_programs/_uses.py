@@ -14,7 +14,8 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from jaxmp._core._compat import ClosedJaxpr, Jaxpr, JaxprEqn, jaxpr_body
+from jaxmp._core import _compat
+from jaxmp._core._compat import ClosedJaxpr, Jaxpr, JaxprEqn
 from jaxmp._programs._analysis import Backward
 from jaxmp._programs._constructs import CONSTRUCTS, OPAQUE_CALLS
 from jaxmp._programs._interpreter import Frame, Place
@@ -116,7 +117,7 @@ def uses(jaxpr: Jaxpr | ClosedJaxpr, results: Sequence[Use] | None = None) -> di
       >>> [bool(used.get(e.outvars[0], Use.NONE) & DECISIONS) for e in matmuls]
       [True]
     """
-    analysis, used, body = Uses(), {}, jaxpr_body(jaxpr)[0]
+    analysis, used, body = Uses(), {}, _compat.jaxpr_body(jaxpr)[0]
     analysis.facts(body, list(map(int, wide_results(body) if results is None else results)))
     for _, facts in analysis.known.values():
         used |= {var: Use(use | used.get(var, _NONE)) for var, use in facts.items()}
@@ -156,7 +157,7 @@ class Uses(Backward):
         state: Any = None,
     ) -> dict[Any, int]:
         """Returns variable -> uses for one jaxpr, without the jaxprs inside."""
-        body, place = jaxpr_body(jaxpr)[0], place or Place()
+        body, place = _compat.jaxpr_body(jaxpr)[0], place or Place()
         key = id(body), tuple(results), place.phase
         if key not in self.known:
             for equation in body.eqns:

@@ -13,10 +13,8 @@ import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath
 
-from jaxmp import __version__
-from jaxmp._core import _trees
-from jaxmp._core._dtypes import canonical_dtype, is_16bit, short_name
-from jaxmp._core._typing import PyTree
+from jaxmp import __version__, _core
+from jaxmp._core import PyTree
 from jaxmp._policies import _load, _recipe, _resolve
 from jaxmp.checkpoint import _foreign, _handler, _manifest, _writer
 from jaxmp.checkpoint._description import Description, FlatState, finite_leaves, flatten_state
@@ -38,21 +36,21 @@ def check_made_with(description: Description, recipe: _recipe.Recipe, name: str)
             path = parameter.path.replace(":", "/").lstrip("/")
             dtype = _resolve.storage_dtype(recipe.policies, tuple(path.split("/")))
             form = "none"
-            if is_16bit(dtype):
+            if _core.is_16bit(dtype):
                 form = {"auto": "fp32"}.get(recipe.master, recipe.master)
             stored = masters.layout if parameter.master else "none"
-            if short_name(dtype) != parameter.storage or form != stored:
+            if _core.short_name(dtype) != parameter.storage or form != stored:
                 raise CheckpointError(
                     f"{name} was not made with the recipe {recipe.name!r}: it stores "
-                    f"{parameter.path!r} in {canonical_dtype(parameter.storage).name} (master: "
-                    f"{stored}), and the recipe in {np.dtype(dtype).name} (master: {form}). Pass "
-                    "the recipe whose optimizer made the state."
+                    f"{parameter.path!r} in {_core.canonical_dtype(parameter.storage).name} "
+                    f"(master: {stored}), and the recipe in {np.dtype(dtype).name} (master: "
+                    f"{form}). Pass the recipe whose optimizer made the state."
                 )
 
 
 def initial_scale(recipe: _recipe.Recipe | None) -> dict[str, Any]:
     """Returns field -> value of the initial loss scale of a recipe; empty if it has none."""
-    leaves = [] if recipe is None else _trees.leaves_with_path(recipe.loss_scale)
+    leaves = [] if recipe is None else _core.leaves_with_path(recipe.loss_scale)
     return {names[-1]: np.asarray(leaf) for names, leaf in leaves}
 
 
@@ -432,8 +430,8 @@ class Checkpointer:
 
 
 def _read_leaves(
-    directory: epath.Path, targets: dict[_trees.Path, jax.ShapeDtypeStruct]
-) -> dict[_trees.Path, Any]:
+    directory: epath.Path, targets: dict[_core.Path, jax.ShapeDtypeStruct]
+) -> dict[_core.Path, Any]:
     with ocp.Checkpointer(_handler.StateHandler()) as checkpointer:
         try:
             return checkpointer.restore(directory, args=_handler.RestoreState(targets))

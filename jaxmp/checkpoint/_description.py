@@ -15,8 +15,8 @@ import jax
 import numpy as np
 import optax
 
-from jaxmp._core import _dtypes, _trees
-from jaxmp._core._typing import PyTree
+from jaxmp import _core
+from jaxmp._core import PyTree
 from jaxmp._gradients._loss_scale import LossScale
 from jaxmp.checkpoint import _nnx_nodes
 from jaxmp.errors import CheckpointError
@@ -44,7 +44,7 @@ class Leaf:
     role: str = _roles.OTHER
 
     @property
-    def names(self) -> _trees.Path:
+    def names(self) -> _core.Path:
         """The parts of `path`; a name that contains "/" is divided, too, and remains unique."""
         return tuple(self.path.split("/"))
 
@@ -173,7 +173,7 @@ def flatten_state(state: PyTree, *, by_values: bool = False) -> FlatState:
     # The state with the classes of jaxmp's optimizer states.
     typed = with_nodes(_nnx_nodes.optimizer_states)
     roles = {
-        "/".join(_trees.path_names(leaf.path)): leaf.role
+        "/".join(_core.path_names(leaf.path)): leaf.role
         for tree in (with_nodes(_nnx_nodes.variables), typed)
         for leaf in _roles.leaves_with_roles(tree)
         if leaf.role in (_roles.FP8, _roles.COUNTER) or isinstance(leaf.owner, LossScale)
@@ -184,22 +184,22 @@ def flatten_state(state: PyTree, *, by_values: bool = False) -> FlatState:
     return FlatState([value for _, value in rows], description, rebuild)
 
 
-def _named(flat: list[tuple[Any, Any]]) -> list[tuple[_trees.Path, Any]]:
+def _named(flat: list[tuple[Any, Any]]) -> list[tuple[_core.Path, Any]]:
     """Returns names instead of key paths.
 
     The field `value` of a box is omitted, but not that of a node with other leaves, such as the
     state of the line search of `optax.lbfgs`.
     """
-    paths = [_trees.path_names(key_path) for key_path, _ in flat]
+    paths = [_core.path_names(key_path) for key_path, _ in flat]
     parents = {path[:end] for path in paths for end in range(1, len(path))}
     return [
-        ((*path, _trees.path_names(key_path[-1:])[0]) if path in parents else path, leaf)
+        ((*path, _core.path_names(key_path[-1:])[0]) if path in parents else path, leaf)
         for path, (key_path, leaf) in zip(paths, flat, strict=True)
     ]
 
 
 def _describe(
-    rows: list[tuple[_trees.Path, Any]],
+    rows: list[tuple[_core.Path, Any]],
     typed: PyTree,
     roles: dict[str, str],
     values: Mapping[str, Any],
@@ -249,10 +249,10 @@ def _check_unique(paths: list[str]) -> None:
             )
 
 
-def _nodes(tree: PyTree, kinds: type | tuple[type, ...]) -> list[tuple[_trees.Path, Any]]:
+def _nodes(tree: PyTree, kinds: type | tuple[type, ...]) -> list[tuple[_core.Path, Any]]:
     """Returns the outermost nodes of these classes with their paths."""
     flat, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda x: isinstance(x, kinds))
-    return [(_trees.path_names(path), node) for path, node in flat if isinstance(node, kinds)]
+    return [(_core.path_names(path), node) for path, node in flat if isinstance(node, kinds)]
 
 
 def _dtype_name(path: str, value: object) -> str:
@@ -283,23 +283,23 @@ def _dtype_name(path: str, value: object) -> str:
 
 
 def _describe_masters(
-    names: _trees.Path,
+    names: _core.Path,
     node: _layout.MasterParamsState,
     outside: list[tuple[str, str]],
     values: Mapping[str, Any],
     model: str | None,
 ) -> Masters:
     layout = node.layout
-    collections_ = _trees.has_collections(node.masters)
+    collections_ = _core.has_collections(node.masters)
     flat, _ = jax.tree_util.tree_flatten_with_path(
         node.masters, is_leaf=lambda x: isinstance(x, optax.MaskedNode)
     )
     names_in = lambda path: (layout.prefix + path.replace(":", "/").lstrip("/"),)
-    inside_of: dict[str, _trees.Path] = {path: names_in(path) for path, _ in layout.storage}
+    inside_of: dict[str, _core.Path] = {path: names_in(path) for path, _ in layout.storage}
     for key_path, _ in flat:
-        inside = _trees.path_names(key_path)
-        stripped = _trees.strip_collection(inside) if collections_ else inside
-        inside_of[_trees.parameter_path(stripped)] = inside
+        inside = _core.path_names(key_path)
+        stripped = _core.strip_collection(inside) if collections_ else inside
+        inside_of[_core.parameter_path(stripped)] = inside
     parameters = tuple(
         Parameter(
             path,
@@ -423,7 +423,7 @@ def _with_candidates(masters: Masters, candidates: dict[str, dict[str, str]]) ->
 def _candidates(masters: Masters, outside: list[tuple[str, str]]) -> dict[str, dict[str, str]]:
     """Returns path -> path of the parameter -> path of the leaf, where all parameters fit."""
     wanted = {
-        p.path.replace(":", "/").lstrip("/"): (p.path, _dtypes.canonical_dtype(p.storage).name)
+        p.path.replace(":", "/").lstrip("/"): (p.path, _core.canonical_dtype(p.storage).name)
         for p in masters.parameters
     }
     fits: dict[str, dict[str, str]] = collections.defaultdict(dict)

@@ -14,8 +14,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath
 
-from jaxmp._core import _trees
-from jaxmp._core._messages import missing_dependency
+from jaxmp import _core
 from jaxmp.checkpoint._description import (
     FOREIGN,
     Description,
@@ -95,11 +94,11 @@ class Stored:
     description: Description
     values: dict[str, np.ndarray]
 
-    def read(self, targets: dict[_trees.Path, jax.ShapeDtypeStruct]) -> dict[_trees.Path, Any]:
+    def read(self, targets: dict[_core.Path, jax.ShapeDtypeStruct]) -> dict[_core.Path, Any]:
         """Returns leaves by path, placed as `targets` are."""
         return {path: self._placed(path, target) for path, target in targets.items()}
 
-    def _placed(self, path: _trees.Path, target: jax.ShapeDtypeStruct) -> Any:
+    def _placed(self, path: _core.Path, target: jax.ShapeDtypeStruct) -> Any:
         value = self.values["/".join(path)]
         if target.sharding is None:
             return value
@@ -124,7 +123,7 @@ def read(location: ForeignCheckpoint, target: Description) -> Stored:
         raise CheckpointError(f"{location.path} cannot be read: {error}") from error
     values = {
         "/".join(names): np.asarray(value)
-        for names, value in _trees.leaves_with_path(tree)
+        for names, value in _core.leaves_with_path(tree)
         if isinstance(value, (np.ndarray, np.generic, jax.Array, bool, int, float, complex))
     }
     values = _with_our_scale(values, target)
@@ -144,7 +143,7 @@ def _read_orbax(location: ForeignCheckpoint) -> Any:
 def _read_flax(location: ForeignCheckpoint) -> Any:
     serialization = sys.modules.get("flax.serialization")
     if serialization is None:
-        raise missing_dependency("flax", "checkpoints of flax.training.checkpoints", "flax")
+        raise _core.missing_dependency("flax", "checkpoints of flax.training.checkpoints", "flax")
     tree = serialization.msgpack_restore(location.path.read_bytes())
     if not isinstance(tree, dict):
         raise CheckpointError(f"{location.path} is not a checkpoint of flax.training.checkpoints.")

@@ -13,7 +13,7 @@ import orbax.checkpoint as ocp
 from etils import epath
 from jax.experimental import multihost_utils
 
-from jaxmp._core import _dtypes, _trees
+from jaxmp import _core
 from jaxmp.checkpoint import _manifest
 from jaxmp.checkpoint._description import PYTHON_NUMBERS, Description, FlatState, Leaf
 from jaxmp.checkpoint._plan import Action, Plan
@@ -92,7 +92,7 @@ class StateHandler(ocp.PyTreeCheckpointHandler):
             self._check_written(directory, pending.leaves)
             _manifest.write_manifest(directory, pending.finish())
 
-    def _check_written(self, directory: epath.Path, leaves: dict[_trees.Path, Any]) -> None:
+    def _check_written(self, directory: epath.Path, leaves: dict[_core.Path, Any]) -> None:
         """Compares the arrays on disk with those to write, before an older step is deleted.
 
         Raises:
@@ -115,7 +115,7 @@ class StateHandler(ocp.PyTreeCheckpointHandler):
                     f"{leaf.dtype}{list(leaf.shape)}. The step stays incomplete."
                 )
 
-    def restore(self, directory: epath.Path, args: RestoreState) -> dict[_trees.Path, Any]:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def restore(self, directory: epath.Path, args: RestoreState) -> dict[_core.Path, Any]:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Returns the leaves that are named in `args`, by their paths."""
         restore_args = {path: _restore_args(x) for path, x in args.targets.items()}
         restored = super().restore(
@@ -141,7 +141,7 @@ class SaveState(ocp.args.CheckpointArgs):
       allow_nonfinite: write the manifest even if they are not.
     """
 
-    leaves: dict[_trees.Path, Any]
+    leaves: dict[_core.Path, Any]
     manifest: _manifest.Manifest
     tests: dict[str, list[Any]]
     allow_nonfinite: bool
@@ -175,7 +175,7 @@ class RestoreState(ocp.args.CheckpointArgs):
         leaf becomes a JAX array, without one a NumPy array.
     """
 
-    targets: dict[_trees.Path, jax.ShapeDtypeStruct]
+    targets: dict[_core.Path, jax.ShapeDtypeStruct]
 
 
 def _restore_args(target: jax.ShapeDtypeStruct) -> ocp.RestoreArgs:
@@ -199,7 +199,7 @@ _KEYS = {
 }
 
 # Reads leaves: path -> shape, stored dtype and sharding (None: a NumPy array).
-Reader = Callable[[dict[_trees.Path, jax.ShapeDtypeStruct]], dict[_trees.Path, Any]]
+Reader = Callable[[dict[_core.Path, jax.ShapeDtypeStruct]], dict[_core.Path, Any]]
 
 
 # ---------------------------------------------------------------------------
@@ -319,7 +319,7 @@ def _make(action: Action, leaf: Leaf, stored: dict[str, Any], value: Any) -> Any
             return remainder
         if param is None or param.dtype != dtype:
             param = jax.jit(lambda x: x.astype(dtype))(full)
-    if dtype == _dtypes.FLOAT16 and bool(jnp.any(jnp.isinf(param) & jnp.isfinite(full))):
+    if dtype == _core.FLOAT16 and bool(jnp.any(jnp.isinf(param) & jnp.isfinite(full))):
         raise CheckpointError(
             f"The checkpoint cannot be migrated: {leaf.path!r} has values of 65520 or more, which "
             "float16 cannot represent. Migrate to a recipe that stores parameters in bfloat16 or "
@@ -331,7 +331,7 @@ def _make(action: Action, leaf: Leaf, stored: dict[str, Any], value: Any) -> Any
 @jax.jit
 def _full_value(param: jax.Array, master: jax.Array | None = None) -> jax.Array:
     if master is None:
-        return param.astype(_dtypes.FLOAT32)
+        return param.astype(_core.FLOAT32)
     return _master.read_master(param, master)
 
 

@@ -14,9 +14,8 @@ from typing import Any
 import numpy as np
 from etils import epath
 
-from jaxmp import __version__
-from jaxmp._core._plain import from_plain
-from jaxmp._core._typing import ArrayLike
+from jaxmp import __version__, _core
+from jaxmp._core import ArrayLike
 from jaxmp._policies import _recipe
 from jaxmp.checkpoint._description import Description, Leaf
 from jaxmp.errors import CheckpointError, JaxmpError
@@ -136,7 +135,7 @@ def read_manifest(directory: epath.Path) -> Manifest:
         data = json.loads(body)
         data.pop("checksums", None)  # of leaves, in the first checkpoints of this format
         extra = data.pop("extra")  # stays as JSON has it
-        return dataclasses.replace(from_plain(Manifest, {**data, "extra": None}), extra=extra)
+        return dataclasses.replace(_core.from_plain(Manifest, {**data, "extra": None}), extra=extra)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(
             f"The manifest {path} has other fields than this version of jaxmp ({__version__}) "

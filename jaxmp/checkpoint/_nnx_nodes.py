@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import orbax.checkpoint as ocp
 
-from jaxmp._core._trees import Path
-from jaxmp._core._typing import PyTree
+from jaxmp._core import Path, PyTree
 
 if TYPE_CHECKING:
     from flax import nnx

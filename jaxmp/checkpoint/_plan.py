@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 import jax.numpy as jnp
 import numpy as np
 
-from jaxmp._core._dtypes import bits, is_16bit
+from jaxmp import _core
 from jaxmp.checkpoint._description import (
     FOREIGN,
     PYTHON_NUMBERS,
@@ -242,8 +242,8 @@ class _Migration:
             f"parameter: {name(before, stored.master, packed[0])} -> "
             f"{name(leaf, parameter.master, packed[1])}"
         )
-        was_16bit = is_16bit(_numpy_dtype(before.dtype))
-        if is_16bit(_numpy_dtype(leaf.dtype)) and not parameter.master:
+        was_16bit = _core.is_16bit(_numpy_dtype(before.dtype))
+        if _core.is_16bit(_numpy_dtype(leaf.dtype)) and not parameter.master:
             if stored.master:
                 self._note(f"{change}: rounded, and the master is dropped", loses=True)
             elif before.dtype != leaf.dtype:
@@ -403,7 +403,10 @@ def _is_exact_cast(before: str, after: str) -> bool | None:
     if len(kinds) > 1:
         return None
     if kinds == {"float"}:
-        return bits(first) <= bits(second) and {first.name, second.name} != {"bfloat16", "float16"}
+        return _core.bits(first) <= _core.bits(second) and {first.name, second.name} != {
+            "bfloat16",
+            "float16",
+        }
     # Counts: the values are checked when they are cast.
     return True
 

@@ -18,8 +18,8 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 
-from jaxmp._core import _trees
-from jaxmp._core._typing import PyTree
+from jaxmp import _core
+from jaxmp._core import PyTree
 from jaxmp.checkpoint import _nnx_nodes
 from jaxmp.checkpoint._handler import placement
 from jaxmp.errors import CheckpointError
@@ -163,7 +163,7 @@ def _placed(array: np.ndarray, value: object) -> Any:
 
 def _named_leaves(tree: PyTree) -> list[tuple[str, Any]]:
     tree = _nnx_nodes.pure_state(tree) if _nnx_nodes.is_node(tree) else tree
-    rows = _trees.leaves_with_path(tree)
+    rows = _core.leaves_with_path(tree)
     return [("/".join(names).replace("/", "."), leaf) for names, leaf in rows]
 
 

@@ -22,7 +22,7 @@ import jax
 import orbax.checkpoint as ocp
 from etils import epath
 
-from jaxmp._core._compat import call_at_exit
+from jaxmp._core import _compat
 from jaxmp.checkpoint._handler import ITEM, SaveState, StateHandler
 from jaxmp.errors import CheckpointError
 
@@ -143,7 +143,7 @@ class Writer(ocp.CheckpointManager):
             ),
             handler_registry=registry,
         )
-        call_at_exit(functools.partial(_finish, weakref.ref(self), os.getpid()))
+        _compat.call_at_exit(functools.partial(_finish, weakref.ref(self), os.getpid()))
 
     def _lock(self, directory: epath.Path) -> bool:
         """Locks the directory; returns False if another object of this process has locked it."""

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxmp._core._dtypes import is_fp8
+from jaxmp import _core
 from jaxmp.errors import JaxmpError
 
 # Name of the quantized operands (one byte per element) for a rematerialization policy such as
@@ -89,7 +89,7 @@ def checkpoint_policy(policy: Callable[..., Any], *, kernels: bool = False) -> C
     saved = (_AMAX, _KERNEL) if kernels else (_AMAX,)
 
     def is_saved(primitive: Any, *args: Any, **params: Any) -> Any:
-        if primitive is lax.dot_general_p and is_fp8(args[0].dtype):
+        if primitive is lax.dot_general_p and _core.is_fp8(args[0].dtype):
             return False
         name = params.get("name")
         if primitive.name == "name" and name in saved:

@@ -10,7 +10,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from jaxmp._core._dtypes import FLOAT32
+from jaxmp import _core
 from jaxmp.errors import JaxmpError
 
 Axes = tuple[int, ...]
@@ -168,7 +168,7 @@ def dot_shardings(
         return Shardings()
 
     def dot(lhs: jax.Array, rhs: jax.Array) -> jax.Array:
-        lhs, rhs = (lax.convert_element_type(operand, FLOAT32) for operand in (lhs, rhs))
+        lhs, rhs = (lax.convert_element_type(operand, _core.FLOAT32) for operand in (lhs, rhs))
         return lax.dot_general(lhs, rhs, dims.numbers, out_sharding=out_sharding)
 
     result: Any = jax.make_jaxpr(dot)(lhs, rhs).out_avals[0]

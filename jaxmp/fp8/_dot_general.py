@@ -13,9 +13,8 @@ import numpy as np
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxmp._core import _compat
-from jaxmp._core._dtypes import FLOAT32, FLOAT64, FLOATS_16BIT, canonical_dtype
-from jaxmp._core._typing import DTypeLike
+from jaxmp import _core
+from jaxmp._core import DTypeLike, _compat
 from jaxmp.errors import CompositionError, JaxmpError
 from jaxmp.fp8._checkpoint import named_amax, named_result, named_values, saveable
 from jaxmp.fp8._dims import Dims, Shardings, before_transpose, dot_shardings, make_dims
@@ -191,8 +190,8 @@ def _check_call(
 
 def _result_dtype(lhs: jax.Array, rhs: jax.Array, preferred: DTypeLike | None) -> np.dtype:
     if preferred is not None:
-        dtype = canonical_dtype(preferred)
-        if dtype not in FLOATS_16BIT | {FLOAT32, FLOAT64}:
+        dtype = _core.canonical_dtype(preferred)
+        if dtype not in _core.FLOATS_16BIT | {_core.FLOAT32, _core.FLOAT64}:
             raise JaxmpError(
                 f"preferred_element_type is {dtype}: an FP8 product has results in float16, "
                 "bfloat16, float32 or float64. Take one of them, and convert the result."
@@ -289,7 +288,13 @@ def _multiply(
     if isinstance(lhs, MXOperand):
         # bfloat16 represents each FP8 value times its block scale; float16 does not.
         narrow = all(each == jnp.bfloat16 for each in call.dtypes)
-        wide = jnp.bfloat16 if narrow else FLOAT64 if FLOAT64 in call.dtypes else FLOAT32
+        wide = (
+            jnp.bfloat16
+            if narrow
+            else _core.FLOAT64
+            if _core.FLOAT64 in call.dtypes
+            else _core.FLOAT32
+        )
         native = is_native(call.scaling)
         return mx_multiply(lhs, rhs, dims, dtype, native=native, wide=wide)
     accurate = gemm not in call.scaling.fast_accumulation

@@ -9,7 +9,7 @@ import jax
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxmp._core._typing import DTypeLike
+from jaxmp._core import DTypeLike
 from jaxmp.errors import JaxmpError
 from jaxmp.fp8._dims import before_transpose
 from jaxmp.fp8._dot_general import dot_general

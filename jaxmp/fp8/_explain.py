@@ -10,8 +10,9 @@ import warnings
 from collections.abc import Iterator, Sequence
 from typing import ClassVar, NamedTuple
 
-from jaxmp._core import _compat, _explanation, _targets
-from jaxmp._programs._operations import Dot
+from jaxmp import _core
+from jaxmp._core import _compat
+from jaxmp._programs import Dot
 from jaxmp.errors import CompositionError, RecipeWarning
 from jaxmp.fp8._scaling import MX_BLOCK, Scaling
 
@@ -106,7 +107,7 @@ _ROWWISE = ((None, 2048), (1024, None), (2048, 4096))
 
 
 @dataclasses.dataclass(frozen=True)
-class LayerDecision(_explanation.ExplanationRow):
+class LayerDecision(_core.ExplanationRow):
     """FP8 decision for one linear layer.
 
     Attributes:
@@ -126,7 +127,7 @@ class LayerDecision(_explanation.ExplanationRow):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Fp8Explanation(_explanation.ExplanationSection[LayerDecision]):
+class Fp8Explanation(_core.ExplanationSection[LayerDecision]):
     """FP8 decisions for the linear layers of a model or function.
 
     Attributes:
@@ -318,9 +319,9 @@ def decide_product(
 
 def _check_device(path: str) -> None:
     """Raises if the GPU that is compiled for has no FP8 matmuls."""
-    gpu = _targets.unsupported_gpu(_targets.FP8_MATMULS)
+    gpu = _core.unsupported_gpu(_core.FP8_MATMULS)
     if gpu:
-        first = _targets.capability_text(_targets.FP8_MATMULS)
+        first = _core.capability_text(_core.FP8_MATMULS)
         raise CompositionError(
             f'matmul = "fp8" for {path!r}: {gpu} has no FP8 matmuls, which begin with {first}. Use '
             'a recipe without them, such as "bf16". To round to FP8 and multiply in 16 bits '

@@ -13,10 +13,8 @@ import numpy as np
 from jax import lax
 from jax.custom_batching import custom_vmap
 
-from jaxmp._core import _compat
-from jaxmp._core._dtypes import FLOAT32
-from jaxmp._core._targets import MX_MATMULS, capability_text, unsupported_gpu
-from jaxmp._core._typing import DTypeLike
+from jaxmp import _core
+from jaxmp._core import DTypeLike, _compat
 from jaxmp.errors import CompositionError
 from jaxmp.fp8._dims import Dims
 from jaxmp.fp8._operands import jitted_by_role
@@ -45,9 +43,13 @@ def check_mx_device(scaling: MXScaling) -> None:
       CompositionError: with the GPU and its compute capability, or the type of the device.
     """
     target = _compat.target()
-    device = unsupported_gpu(MX_MATMULS) if target in ("cpu", "gpu") else f"a {target.upper()}"
+    device = (
+        _core.unsupported_gpu(_core.MX_MATMULS)
+        if target in ("cpu", "gpu")
+        else f"a {target.upper()}"
+    )
     if device and not scaling.emulate:
-        first = capability_text(MX_MATMULS)
+        first = _core.capability_text(_core.MX_MATMULS)
         raise CompositionError(
             f"MXScaling requires MX matmuls, which begin with compute capability {first} "
             f"(Blackwell), and the program is compiled for {device}: it would multiply in 16 bits, "
@@ -91,7 +93,7 @@ def mx_quantized(
     x: jax.Array, scaling: MXScaling, dtype: DTypeLike, dims: Dims, side: int
 ) -> MXOperand:
     """Quantizes operand `side` of a dot in blocks along its contracted axes."""
-    rows = lax.convert_element_type(_rows(x, dims, side), FLOAT32)
+    rows = lax.convert_element_type(_rows(x, dims, side), _core.FLOAT32)
     blocks = rows.reshape(*rows.shape[:2], rows.shape[2] // MX_BLOCK, MX_BLOCK)
     exponents = _exponents(jnp.max(jnp.abs(blocks), axis=-1), scaling, dtype)
     # Multiply by the reciprocal of the scale, which is also a power of two: scales of finite blocks
@@ -126,7 +128,7 @@ def _exponents(amax: jax.Array, scaling: MXScaling, dtype: DTypeLike) -> jax.Arr
 def _power(biased: jax.Array) -> jax.Array:
     """Returns float32 `2 ** (biased - 127)`; NaN for 255 and for its opposite, 254 - 255 = -1."""
     biased = lax.convert_element_type(biased, jnp.int32)
-    power = lax.bitcast_convert_type(biased << np.int32(_MANTISSA_BITS), FLOAT32)
+    power = lax.bitcast_convert_type(biased << np.int32(_MANTISSA_BITS), _core.FLOAT32)
     number = (biased >= np.int32(0)) & (biased < np.int32(_NAN))
     return lax.select(number, power, lax.full_like(power, jnp.nan))
 
@@ -160,7 +162,7 @@ def mx_multiply(
     if native:
         scales = (lax.bitcast_convert_type(each, jnp.float8_e8m0fnu) for each in exponents)
         # The kernel supports results in bfloat16, float16 and float32.
-        narrow = out_dtype if out_dtype in (jnp.bfloat16, jnp.float16) else FLOAT32
+        narrow = out_dtype if out_dtype in (jnp.bfloat16, jnp.float16) else _core.FLOAT32
         product = _scaled_matmul(narrow)(*operands, *scales)
     else:
         left, right = (
@@ -179,7 +181,7 @@ def mx_multiply(
 def _dequantized(values: jax.Array, exponents: jax.Array, dtype: DTypeLike) -> jax.Array:
     """Multiplies values by their scales; exact inside of the range of `dtype` and FP32."""
     # Without the barrier, XLA would remove a cast to FP8 and back, and with it the rounding.
-    numbers = lax.convert_element_type(lax.optimization_barrier(values), FLOAT32)
+    numbers = lax.convert_element_type(lax.optimization_barrier(values), _core.FLOAT32)
     blocks = numbers.reshape(*exponents.shape, MX_BLOCK)
     scaled = blocks * jnp.broadcast_to(_power(exponents)[..., None], blocks.shape)
     return lax.convert_element_type(scaled.reshape(values.shape), dtype)

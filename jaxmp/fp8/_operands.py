@@ -17,9 +17,8 @@ from jax import lax
 from jax.custom_batching import custom_vmap
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxmp._core import _compat, _dtypes
-from jaxmp._core._typing import ArrayLike, DTypeLike
-from jaxmp._programs._jaxprs import QUANTIZE
+from jaxmp import _core, _programs
+from jaxmp._core import ArrayLike, DTypeLike, _compat
 from jaxmp.errors import JaxmpError
 from jaxmp.fp8._checkpoint import named_amax
 from jaxmp.fp8._dims import Dims, broadcast_factor
@@ -31,7 +30,7 @@ _SMALLEST = float(np.finfo(np.float32).tiny)
 # Bits of an FP32 infinity, which are also the mask of the exponent.
 _EXPONENT = 0x7F800000
 
-_FLOATS = _dtypes.FLOATS_16BIT | {_dtypes.FLOAT32, _dtypes.FLOAT64}
+_FLOATS = _core.FLOATS_16BIT | {_core.FLOAT32, _core.FLOAT64}
 
 
 def as_floats(x: ArrayLike, name: str, caller: str) -> jax.Array:
@@ -82,7 +81,7 @@ def compute_scale(
       [224.0, 1.0, 1.0]
     """
     limit = float(jnp.finfo(fp8_dtype(dtype)).max)
-    amax = jnp.asarray(amax, _dtypes.FLOAT32)
+    amax = jnp.asarray(amax, _core.FLOAT32)
     # Compare the bits: processors that flush subnormals treat a subnormal amax as zero.
     bits = lax.bitcast_convert_type(amax, jnp.uint32)
     usable = (bits != 0) & (bits < np.uint32(_EXPONENT))
@@ -90,7 +89,7 @@ def compute_scale(
     scale = lax.clamp(np.float32(_SMALLEST), scale, np.float32(_LARGEST))
     if power_of_two:
         scale = lax.bitcast_convert_type(
-            lax.bitcast_convert_type(scale, jnp.uint32) & np.uint32(_EXPONENT), _dtypes.FLOAT32
+            lax.bitcast_convert_type(scale, jnp.uint32) & np.uint32(_EXPONENT), _core.FLOAT32
         )
     return lax.select(usable, scale, lax.full_like(scale, 1.0))
 
@@ -118,7 +117,7 @@ def quantize(x: jax.Array, scale: jax.typing.ArrayLike, dtype: DTypeLike) -> jax
     """
     dtype = fp8_dtype(dtype)
     limit = float(jnp.finfo(dtype).max)
-    wide = _dtypes.FLOAT64 if x.dtype == _dtypes.FLOAT64 else _dtypes.FLOAT32
+    wide = _core.FLOAT64 if x.dtype == _core.FLOAT64 else _core.FLOAT32
     x = lax.convert_element_type(x, wide)
     scaled = x * jnp.broadcast_to(lax.convert_element_type(jnp.asarray(scale), wide), x.shape)
     clipped = lax.clamp(np.array(-limit, wide), scaled, np.array(limit, wide))
@@ -151,14 +150,14 @@ def amax(x: jax.Array, axes: tuple[int, ...] | None = None) -> jax.Array:
     It is NaN if an element is NaN. XLA for CPUs drops NaN from the maximum of matrices (JAX 0.10 to
     0.12), so that the bits are compared, which order like the magnitudes, with NaN as the largest.
     """
-    wide = lax.abs(lax.convert_element_type(x, _dtypes.FLOAT32))
+    wide = lax.abs(lax.convert_element_type(x, _core.FLOAT32))
     bits = lax.bitcast_convert_type(wide, jnp.int32)
     # `jnp.max` takes several times as long to trace. The maximum with 0 is for empty arrays.
     reduced = range(x.ndim) if axes is None else [axis % x.ndim for axis in axes]
     largest = lax.max(lax.reduce_max(bits, tuple(reduced)), np.int32(0))
     if axes is not None:
         largest = lax.expand_dims(largest, reduced)
-    return lax.bitcast_convert_type(largest, _dtypes.FLOAT32)
+    return lax.bitcast_convert_type(largest, _core.FLOAT32)
 
 
 @functools.cache
@@ -204,7 +203,7 @@ def partial_maxima(x: jax.Array, leading: int, count: int) -> jax.Array:
     if count == 1:
         return amax(x, tuple(range(leading, x.ndim))).reshape(*stack, 1)
     if not size:
-        return jnp.zeros((*stack, count), _dtypes.FLOAT32)
+        return jnp.zeros((*stack, count), _core.FLOAT32)
     rows = size // row
     parts = math.gcd(rows, count) if rows > count else rows * math.gcd(row, count // rows)
     maxima = amax(x.reshape(*stack, parts, size // parts), (leading + 1,)).reshape(*stack, parts)
@@ -224,7 +223,7 @@ def jitted_by_role(fn: Callable[..., Any], *static: str) -> dict[str, Callable[.
         def call(*args: object, **kwargs: object) -> Any:
             return fn(*args, **kwargs)
 
-        call.__name__ = call.__qualname__ = QUANTIZE + role
+        call.__name__ = call.__qualname__ = _programs.QUANTIZE + role
         return jax.jit(call, static_argnames=static)
 
     return {role: named(role) for role in OPERANDS}
@@ -248,7 +247,7 @@ def _quantize(
     # The reciprocal of a scale above 2**126 would be subnormal and might be flushed to zero.
     factor = lax.div(lax.full_like(scale, 1), lax.min(scale, lax.full_like(scale, 2.0**126)))
     values = quantize(x, scale, dtype)
-    if _compat.target() == "gpu" and x.dtype == _dtypes.FLOAT32:
+    if _compat.target() == "gpu" and x.dtype == _core.FLOAT32:
         # XLA would lay an FP32 kernel out as the transposed copy that cuBLAS reads, in a slow pass
         # over FP32, and transpose the copy again for the other matmul.
         values = _compat.row_major(values)
@@ -381,7 +380,7 @@ def multiply(
     values = [lhs.values, rhs.values]
     if lhs.factor.ndim or rhs.factor.ndim:
         product = _dot(values, dims, out_dtype, accurate, out_sharding)
-        product = lax.convert_element_type(product, _dtypes.FLOAT32)
+        product = lax.convert_element_type(product, _core.FLOAT32)
         for side, factor in enumerate((lhs.factor, rhs.factor)):
             product = product * broadcast_factor(dims.spread(factor, side), product)
         return lax.convert_element_type(product, out_dtype)
@@ -392,7 +391,7 @@ def multiply(
         # An operand that cuBLAS reads transposed has none: XLA would no longer transpose it in the
         # kernel that quantizes it.
         values[shared], factor = lax.optimization_barrier((values[shared], factor))
-    product = _dot(values, dims, out_dtype if on_gpu else _dtypes.FLOAT32, accurate, out_sharding)
+    product = _dot(values, dims, out_dtype if on_gpu else _core.FLOAT32, accurate, out_sharding)
     # A factor rounded to bfloat16 would change all elements by the same 0.2 %. On a GPU, XLA folds
     # a scalar factor in the dtype of the dot into the cuBLAS call, without the rounding. In FP32,
     # it would write the product in FP32, and convert it in a separate pass.
@@ -417,6 +416,6 @@ def _dot(
         rhs,
         dims.numbers,
         precision=lax.Precision.HIGHEST if accurate else lax.Precision.DEFAULT,
-        preferred_element_type=out_dtype if narrow else _dtypes.FLOAT32,
+        preferred_element_type=out_dtype if narrow else _core.FLOAT32,
         out_sharding=out_sharding,
     )

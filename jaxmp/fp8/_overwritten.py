@@ -22,9 +22,8 @@ import numpy as np
 from jax import lax
 from jax.core import Tracer
 
-from jaxmp._core import _compat, _trees
-from jaxmp._core._dtypes import FLOAT32
-from jaxmp._core._typing import PyTree
+from jaxmp import _core
+from jaxmp._core import PyTree, _compat
 from jaxmp.errors import CompositionError, JaxmpError
 from jaxmp.fp8._state import NAMES, PREFIX, USES, State, is_active, to_float32, to_fm32
 from jaxmp.fp8._step_state import PARTIALS, begin_states, can_begin, finish_states
@@ -49,8 +48,8 @@ def split(tree: PyTree) -> tuple[PyTree, PyTree]:
     Returns:
       `(parameters, state)`; the state is None if there is none.
     """
-    if isinstance(tree, Mapping) and OVERWRITE in tree and _trees.PARAMS in tree:
-        return tree[_trees.PARAMS], tree[OVERWRITE]
+    if isinstance(tree, Mapping) and OVERWRITE in tree and _core.PARAMS in tree:
+        return tree[_core.PARAMS], tree[OVERWRITE]
     return tree, None
 
 
@@ -64,7 +63,7 @@ def join(params: PyTree, state: PyTree, like: PyTree) -> PyTree:
     """Joins parameters and state that `split` returned; other collections come from `like`."""
     if state is None:
         return params
-    return type(like)({**like, _trees.PARAMS: params, OVERWRITE: state})
+    return type(like)({**like, _core.PARAMS: params, OVERWRITE: state})
 
 
 def select(applied: jax.Array, new: PyTree, old: PyTree) -> PyTree:
@@ -80,7 +79,7 @@ def select(applied: jax.Array, new: PyTree, old: PyTree) -> PyTree:
         after.write(location, _select_state(applied, after.read(location), before.read(location)))
     of_layers = {index for location in after.locations for index in location.values()}
     for index in set(range(len(after.leaves))) - of_layers:
-        after.leaves[index] = _trees.select_leaf(applied, after.leaves[index], before.leaves[index])
+        after.leaves[index] = _core.select_leaf(applied, after.leaves[index], before.leaves[index])
     return after.tree()
 
 
@@ -174,7 +173,7 @@ def without_active(aux: PyTree, before: tuple[PyTree, ...]) -> PyTree:
 
 def _max_accumulates(arrays: list[Any]) -> bool:
     """Returns True if JAX can combine the gradients of these leaves of states by max."""
-    traced = all(isinstance(leaf, Tracer) and leaf.dtype == FLOAT32 for leaf in arrays)
+    traced = all(isinstance(leaf, Tracer) and leaf.dtype == _core.FLOAT32 for leaf in arrays)
     if not arrays or not traced or _compat.is_in_unchecked_shard_map():
         return False
     return importlib.util.find_spec("flax") is not None
@@ -291,7 +290,7 @@ class _Collection:
 def _layer_states(structure: Any) -> list[dict[str, int]]:
     locations: dict[Any, dict[str, int]] = {}
     collection = structure.unflatten(range(structure.num_leaves))
-    for index, (path, _) in enumerate(_trees.leaves_with_path(collection)):
+    for index, (path, _) in enumerate(_core.leaves_with_path(collection)):
         if path:
             prefix = PREFIX if path[-1].startswith(PREFIX) else ""
             location = locations.setdefault((path[:-1], prefix), {})

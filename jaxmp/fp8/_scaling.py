@@ -8,9 +8,8 @@ from typing import Any, ClassVar, TypeAlias
 import jax
 import numpy as np
 
-from jaxmp._core._dtypes import canonical_dtype, is_fp8
-from jaxmp._core._messages import did_you_mean
-from jaxmp._core._typing import DTypeLike
+from jaxmp import _core
+from jaxmp._core import DTypeLike
 from jaxmp.errors import JaxmpError, PolicyError, RecipeError
 
 # The three dots of a linear layer, and the operands of each.
@@ -92,7 +91,11 @@ class Scaling:
           A pair of dtypes in the order of `GEMMS[gemm]`; None if the dot does not use FP8.
         """
         names = getattr(self, gemm)
-        return None if names == HIGH else (canonical_dtype(names[0]), canonical_dtype(names[1]))
+        return (
+            None
+            if names == HIGH
+            else (_core.canonical_dtype(names[0]), _core.canonical_dtype(names[1]))
+        )
 
 
 def _bad(scaling: Scaling, name: str, allowed: str, example: str) -> RecipeError:
@@ -133,7 +136,7 @@ def _formats(scaling: Scaling, gemm: str) -> Any:
     is_pair = isinstance(setting, (tuple, list)) and len(setting) == 2
     pair = tuple(setting) if is_pair else (setting, setting)
     try:
-        dtypes = [canonical_dtype(name) for name in pair]
+        dtypes = [_core.canonical_dtype(name) for name in pair]
     except PolicyError as unknown:
         raise error from unknown
     if any(dtype.name not in _FORMATS for dtype in dtypes):
@@ -332,7 +335,7 @@ def as_scaling(scaling: ScalingLike) -> Scaling:
         return scaling
     if isinstance(scaling, str) and scaling in KINDS:
         return KINDS[scaling]()
-    hint = did_you_mean(scaling, KINDS) if isinstance(scaling, str) else ""
+    hint = _core.did_you_mean(scaling, KINDS) if isinstance(scaling, str) else ""
     if isinstance(scaling, type) and scaling in KINDS.values():
         hint = f" Make an instance: fp8.{scaling.__name__}()."
     raise RecipeError(
@@ -348,10 +351,10 @@ def fp8_dtype(dtype: DTypeLike) -> np.dtype:
       PolicyError: for any other dtype.
     """
     try:
-        canonical = canonical_dtype(dtype)
+        canonical = _core.canonical_dtype(dtype)
     except JaxmpError as error:
         raise PolicyError(f"{error} FP8 formats are e4m3fn, e5m2 and their variants.") from None
-    if not is_fp8(canonical) or canonical.name == "float8_e8m0fnu":
+    if not _core.is_fp8(canonical) or canonical.name == "float8_e8m0fnu":
         raise PolicyError(
             f"{canonical.name} is not an FP8 format for quantization. Allowed: float8_e4m3fn, "
             "float8_e5m2 and their variants; for example quantize(x, scale, jnp.float8_e4m3fn)."

@@ -16,10 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxmp._core import _compat
-from jaxmp._core._dtypes import FLOAT32
-from jaxmp._core._messages import missing_dependency
-from jaxmp._core._typing import PyTree
+from jaxmp import _core
+from jaxmp._core import PyTree, _compat
 from jaxmp.errors import CompositionError, JaxmpError
 from jaxmp.fp8._scaling import DelayedScaling, ScalingLike, as_scaling
 
@@ -64,7 +62,7 @@ def init_state(scaling: ScalingLike = "delayed") -> State:
             f"{type(scaling).__name__} has no state. Leave `state` out, or use "
             "fp8.DelayedScaling()."
         )
-    return {name: jnp.zeros(_shape(name, scaling), FLOAT32) for name in NAMES}
+    return {name: jnp.zeros(_shape(name, scaling), _core.FLOAT32) for name in NAMES}
 
 
 def check_layer_state(scaling: DelayedScaling, state: object) -> None:
@@ -82,7 +80,7 @@ def check_layer_state(scaling: DelayedScaling, state: object) -> None:
     for name in () if is_active(state) else NAMES:
         leaf, shape = state[name], _shape(name, scaling)
         dtype = getattr(leaf, "dtype", type(leaf).__name__)
-        if np.shape(leaf) != shape or not (dtype == FLOAT32 or _is_max(leaf)):
+        if np.shape(leaf) != shape or not (dtype == _core.FLOAT32 or _is_max(leaf)):
             raise JaxmpError(
                 f"state[{name!r}] has shape {np.shape(leaf)} and dtype {dtype}; with "
                 f"amax_history_len={scaling.amax_history_len} it must have shape {shape} and dtype "
@@ -138,7 +136,9 @@ def to_fm32(state: PyTree) -> PyTree:
     try:
         fm32 = importlib.import_module("flax.linen.fp8_ops").fm32
     except ModuleNotFoundError:
-        raise missing_dependency("flax", "FP8 state that is combined by max", "flax") from None
+        raise _core.missing_dependency(
+            "flax", "FP8 state that is combined by max", "flax"
+        ) from None
     return jax.tree.map(lambda leaf: lax.convert_element_type(leaf, fm32), state)
 
 
@@ -170,7 +170,7 @@ def to_float32(state: PyTree) -> PyTree:
 # JAX cannot transpose the conversion (jax 0.12), so that the gradient has its own rule.
 @jax.custom_vjp
 def _convert_to_float32(leaf: jax.Array) -> jax.Array:
-    return lax.convert_element_type(leaf, FLOAT32)
+    return lax.convert_element_type(leaf, _core.FLOAT32)
 
 
 _convert_to_float32.defvjp(
@@ -249,7 +249,9 @@ def rest(result: jax.Array, state: State) -> jax.Array:
 
 
 def _rest_bwd(state: State, gradient: jax.Array) -> tuple[jax.Array, State]:
-    values = {name: jnp.full(leaf.shape, name == USES, FLOAT32) for name, leaf in state.items()}
+    values = {
+        name: jnp.full(leaf.shape, name == USES, _core.FLOAT32) for name, leaf in state.items()
+    }
     new = {name: lax.convert_element_type(values[name], state[name].dtype) for name in values}
     return gradient, new
 

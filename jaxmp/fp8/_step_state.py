@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxmp._core._dtypes import FLOAT32
+from jaxmp import _core
 from jaxmp.fp8._operands import amax
 from jaxmp.fp8._state import AGE, OPERANDS, USES, State, settled, to_float32
 
@@ -86,7 +86,7 @@ def begin_states(states: Sequence[State], partials: int) -> list[State]:
         stack = history.shape[1:-1]
         # All layers have the same arrays of zeros, of which only the gradients differ.
         count = 1 if stack else partials
-        uses, maxima = jnp.zeros(stack, FLOAT32), jnp.zeros((*stack, count, 1), FLOAT32)
+        uses, maxima = jnp.zeros(stack, _core.FLOAT32), jnp.zeros((*stack, count, 1), _core.FLOAT32)
         parts = lax.split(known, [3] * len(indices))
         for index, age, part in zip(indices, ages, parts, strict=True):
             active[index] = {AGE: age, USES: uses}

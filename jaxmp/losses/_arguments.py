@@ -11,9 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from jaxmp._core import _compat
-from jaxmp._core._messages import did_you_mean
-from jaxmp._core._typing import ArrayLike, DTypeLike, PyTree
+from jaxmp import _core
+from jaxmp._core import ArrayLike, DTypeLike, PyTree, _compat
 from jaxmp.errors import JaxmpError
 
 Reduction = Literal["mean", "sum", "none", "sum_and_weight"]
@@ -51,7 +50,7 @@ def make_terms(label_smoothing: float, z_loss: float) -> LossTerms:
 def check_reduction(value: Reduction) -> Reduction:
     if value not in REDUCTIONS:
         raise JaxmpError(
-            f"Unknown reduction={value!r}.{did_you_mean(str(value), REDUCTIONS)} Allowed: "
+            f"Unknown reduction={value!r}.{_core.did_you_mean(str(value), REDUCTIONS)} Allowed: "
             f"{', '.join(REDUCTIONS)}; for example reduction='mean'."
         )
     return value

@@ -14,10 +14,8 @@ from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jax.typing import ArrayLike
 
-from jaxmp._core._compat import target
-from jaxmp._core._dtypes import FLOATS_16BIT, floating_array, wide_dtype
-from jaxmp._core._targets import target_memory
-from jaxmp._core._typing import DTypeLike
+from jaxmp import _core
+from jaxmp._core import DTypeLike, _compat
 from jaxmp.errors import JaxmpError
 from jaxmp.losses import _arguments
 from jaxmp.losses._arguments import LossTerms, Reduction
@@ -76,10 +74,11 @@ def linear_cross_entropy(
       num_classes: number of classes if the kernel has more, as a vocabulary that is padded to a
         multiple of 128 for the tiles of a Tensor Core: the classes from this one on have
         probability 0, and their gradients are 0. Unlike a bias of -inf, this reads no array.
-      chunk: number of rows per chunk. None: the largest power of two whose FP32 logits take at most
-        2.2 GB and a sixteenth of the memory of the chip (8,192 rows for the 50,304 classes of
-        GPT-2, 4,096 for the 128,256 of Llama 3), and on a CPU 134 MB. Each chunk reads and writes
-        the FP32 gradient of the kernel once, so that fewer chunks move fewer bytes.
+      chunk: number of rows per chunk. None: the largest power of two whose logits take at most
+        2.2 GB and a sixteenth of the memory of the chip, and on a CPU 134 MB, as the matmul writes
+        them: 8,192 rows for the 50,304 classes of GPT-2 in FP32, 4,096 for the 128,256 of Llama 3,
+        and twice as many in bfloat16. Each chunk reads and writes the FP32 gradient of the kernel
+        once, so that fewer chunks move fewer bytes.
       label_smoothing, z_loss, ignore_index, weights, reduction: as in `softmax_cross_entropy`.
       precision: precision of the three matmuls, as in `jax.lax.dot_general`.
       logits_dtype: dtype in which the logits of a chunk are stored between the passes that read
@@ -106,9 +105,9 @@ def linear_cross_entropy(
       (2.3025..., dtype('float32'))
     """
     reduction = _arguments.check_reduction(reduction)
-    hidden, kernel = floating_array(hidden, "hidden"), floating_array(kernel, "kernel")
+    hidden, kernel = _core.floating_array(hidden, "hidden"), _core.floating_array(kernel, "kernel")
     size = columns = _arguments.check_layer(hidden, kernel, transposed)
-    bias = None if bias is None else floating_array(bias, "bias")
+    bias = None if bias is None else _core.floating_array(bias, "bias")
     if bias is not None and bias.shape != (size,):
         raise JaxmpError(
             f"bias has shape {list(bias.shape)}, and the kernel {list(kernel.shape)} has {size} "
@@ -122,7 +121,7 @@ def linear_cross_entropy(
     rows = hidden.shape[:-1]
     _arguments.check_indices(labels, rows, size, ignore_index, "hidden", hidden.shape)
     labels, counted, valid = _arguments.read_indices(labels, size, ignore_index)
-    wide = wide_dtype(hidden.dtype)
+    wide = _core.wide_dtype(hidden.dtype)
     factors = _arguments.row_factors(weights, counted, rows, wide)
     if precision is None:  # the backward pass is traced where the caller's setting has ended
         precision = jax.config.jax_default_matmul_precision  # pyright: ignore
@@ -130,7 +129,7 @@ def linear_cross_entropy(
     layer = _Layer(
         terms,
         size,
-        chunk_rows(chunk, math.prod(rows), columns),
+        chunk_rows(chunk, math.prod(rows), columns, _written(stored, hidden.dtype).itemsize),
         transposed,
         precision,
         stored,
@@ -199,7 +198,7 @@ def _total_loss(layer: _Layer, *args: jax.Array) -> Any:
     """Returns the sum of the losses of all rows times their factors."""
     arrays, factors = _flat(*args)
     if factors is None:
-        ones = jnp.ones(arrays.labels.shape, wide_dtype(arrays.hidden.dtype))
+        ones = jnp.ones(arrays.labels.shape, _core.wide_dtype(arrays.hidden.dtype))
         (factors,) = _arguments.vary_alike(ones, like=arrays)
     return _layer_total(layer, arrays, factors)
 
@@ -235,10 +234,10 @@ class _Gradients(NamedTuple):
 
 def _check_logits_dtype(dtype: DTypeLike | None, hidden: DTypeLike) -> np.dtype:
     """Returns the dtype of stored logits."""
-    wide = wide_dtype(hidden)
+    wide = _core.wide_dtype(hidden)
     if dtype is None:
         return wide
-    allowed = (wide, *sorted(FLOATS_16BIT, key=str))
+    allowed = (wide, *sorted(_core.FLOATS_16BIT, key=str))
     for known in allowed:
         if dtype in (known, known.name):
             return known
@@ -249,17 +248,28 @@ def _check_logits_dtype(dtype: DTypeLike | None, hidden: DTypeLike) -> np.dtype:
     )
 
 
-# Bytes of the FP32 logits of a chunk at most; on other chips also a sixteenth of their memory.
+def _written(stored: np.dtype, hidden: DTypeLike) -> np.dtype:
+    """Returns the dtype in which the matmul writes the logits; float16 is computed from FP32."""
+    return stored if stored == hidden != np.float16 else _core.wide_dtype(hidden)
+
+
+# Bytes of the logits of a chunk at most; on other chips also a sixteenth of their memory.
 _LOGITS_BYTES, _LOGITS_BYTES_ON_CPU = 2.2e9, 2**27
 
 
-def chunk_rows(chunk: int | None, rows: int, classes: int) -> int:
-    """Returns the number of rows per chunk, with chunks of equal size to minimize padding."""
+def chunk_rows(chunk: int | None, rows: int, classes: int, itemsize: int = 4) -> int:
+    """Returns the number of rows per chunk, with chunks of equal size to minimize padding.
+
+    Args:
+      chunk: the number that the caller sets; None for the default.
+      rows, classes: shape of all logits.
+      itemsize: bytes of a logit.
+    """
     if chunk is None:
         most = _LOGITS_BYTES_ON_CPU
-        if target() != "cpu":
-            most = min(_LOGITS_BYTES, (target_memory() or math.inf) / 16)
-        chunk = 1 << max(int(most // (4 * classes)).bit_length() - 1, 0)
+        if _compat.target() != "cpu":
+            most = min(_LOGITS_BYTES, (_core.target_memory() or math.inf) / 16)
+        chunk = 1 << max(int(most // (itemsize * classes)).bit_length() - 1, 0)
     elif isinstance(chunk, bool) or not isinstance(chunk, (int, np.integer)) or chunk < 1:
         raise JaxmpError(
             f"chunk={chunk!r} is not a number of rows. Give an integer of 1 or more, for example "
@@ -294,7 +304,7 @@ def _over_chunks(
 
     Without `factors`, the gradients are None.
     """
-    dtype, wide = arrays.hidden.dtype, wide_dtype(arrays.hidden.dtype)
+    dtype, wide = arrays.hidden.dtype, _core.wide_dtype(arrays.hidden.dtype)
     # Cast once, before the loop.
     kernel = arrays.kernel.astype(dtype)
     bias = None if arrays.bias is None else arrays.bias.astype(wide)
@@ -310,11 +320,11 @@ def _over_chunks(
         )
 
     def logits_of(hidden: jax.Array, labels: jax.Array) -> jax.Array:
-        if layer.stored == wide:
-            return multiply(hidden, kernel, 1, inner)
-        if layer.stored == dtype != np.float16:  # the matmul itself writes 16 bits
-            return multiply(hidden, kernel, 1, inner, dtype).astype(wide)
-        logits, factor, shift = multiply(hidden, kernel, 1, inner), np.ones((), wide), 0.0
+        written = _written(layer.stored, dtype)
+        logits = multiply(hidden, kernel, 1, inner, written).astype(wide)
+        if layer.stored == written:
+            return logits
+        factor, shift = np.ones((), wide), 0.0
         if layer.stored == np.float16:
             # Differences from the logit of the label: the probabilities that matter are precise.
             # A power of two is exact, and the smallest steps of float16 remain far below 1.

@@ -11,8 +11,8 @@ import numpy as np
 from jax import lax
 from jax.typing import ArrayLike
 
-from jaxmp._core._compat import target
-from jaxmp._core._dtypes import floating_array, wide_dtype
+from jaxmp import _core
+from jaxmp._core import _compat
 from jaxmp.errors import JaxmpError
 from jaxmp.losses import _arguments
 from jaxmp.losses._arguments import LossTerms, Reduction
@@ -70,12 +70,15 @@ def softmax_cross_entropy(
       >>> jax.grad(loss)(logits).dtype
       dtype(bfloat16)
     """
-    logits, reduction = floating_array(logits, "logits"), _arguments.check_reduction(reduction)
+    logits, reduction = (
+        _core.floating_array(logits, "logits"),
+        _arguments.check_reduction(reduction),
+    )
     terms = _arguments.make_terms(label_smoothing, z_loss)
     if not logits.ndim or not logits.shape[-1]:
         raise JaxmpError(f"logits have shape {list(logits.shape)}: the last axis has no classes.")
     *rows, size = logits.shape
-    wide = wide_dtype(logits.dtype)
+    wide = _core.wide_dtype(logits.dtype)
     labels = jnp.asarray(labels)
     if jnp.issubdtype(labels.dtype, jnp.floating):
         if ignore_index is not None:
@@ -83,7 +86,7 @@ def softmax_cross_entropy(
                 f"ignore_index={ignore_index} needs class indices, and the labels are "
                 f"probabilities ({labels.dtype}). Pass weights instead: weights=rows_that_count."
             )
-        labels = floating_array(labels, "labels")
+        labels = _core.floating_array(labels, "labels")
         if labels.shape != logits.shape:
             # Broadcasting [N] against [N, 1] would give N * N losses, a common bug.
             raise JaxmpError(
@@ -133,7 +136,7 @@ def _masked(logits: jax.Array) -> jax.Array:
 
 def _hits(labels: jax.Array, logits: jax.Array) -> jax.Array:
     """Returns the labels as probabilities in FP32, for XLA to fuse with their use."""
-    wide = wide_dtype(logits.dtype)
+    wide = _core.wide_dtype(logits.dtype)
     if jnp.issubdtype(labels.dtype, jnp.floating):
         return labels.astype(wide)
     # Compare instead of gathering: if V is sharded over devices, this needs no communication.
@@ -153,11 +156,11 @@ def forward(
     `small` means that FP32 copies of the logits are acceptable. XLA for CPU then sums the
     exponentials in a library call, which is faster and requires such a copy.
     """
-    wide = wide_dtype(logits.dtype)
+    wide = _core.wide_dtype(logits.dtype)
     raised, hits = logits.astype(wide), _hits(labels, logits)
     zero, label = jnp.zeros_like(raised), None
     soft = jnp.issubdtype(labels.dtype, jnp.floating)
-    if target() == "gpu" and not soft and not terms.label_smoothing:
+    if _compat.target() == "gpu" and not soft and not terms.label_smoothing:
         top, *totals = _sums_in_one_pass(raised, labels)
         sums: dict[str, jax.Array] = dict(zip(("exp", "hit"), totals, strict=True))
         label = jnp.where(_masked(sums["hit"]), jnp.zeros_like(top), jnp.ones_like(top))

@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from jaxmp._core import _trees
-from jaxmp._core._typing import PyTree
+from jaxmp import _core
+from jaxmp._core import PyTree
 from jaxmp.optim._assign import assign, set_master_params, unpack_masters
 from jaxmp.optim._find import guard_of
 from jaxmp.optim._layout import MasterParamsState
@@ -66,13 +66,13 @@ def apply_update(
     applied = _applied(new_state)
     if applied is not None:
         new_state = _restore(applied, new_state, unpacked)
-        new_params = _trees.select(applied, new_params, params)
+        new_params = _core.select(applied, new_params, params)
     return Applied(*assign(new_params, new_state), applied)
 
 
 def _is_finite(grads: PyTree) -> jax.Array:
     """Returns True if all gradients are finite, by the sums of squares that the guard computes."""
-    first, _ = _trees.check_squares(grads)
+    first, _ = _core.check_squares(grads)
     return lax.eq(first, jnp.int32(len(jax.tree.leaves(grads))))
 
 
@@ -108,7 +108,7 @@ def _restore(applied: jax.Array, new: PyTree, old: PyTree) -> PyTree:
 
     def restore(n: PyTree, o: PyTree) -> PyTree:
         if not _is_guarded(n):
-            return _trees.select(applied, n, o)
+            return _core.select(applied, n, o)
         return dataclasses.replace(n, settings=dataclasses.replace(n.settings, is_noted=False))
 
     return jax.tree.map(restore, new, old, is_leaf=_is_guarded)

@@ -12,9 +12,8 @@ import numpy as np
 import optax
 from jax.core import Tracer
 
-from jaxmp._core import _dtypes, _trees
-from jaxmp._core._messages import warn_user
-from jaxmp._core._typing import Array, PyTree
+from jaxmp import _core
+from jaxmp._core import Array, PyTree
 from jaxmp._policies._required import check_required
 from jaxmp._policies._resolve import Policies, storage_dtype
 from jaxmp.errors import RecipeWarning
@@ -90,13 +89,13 @@ def assign(params: PyTree, state: PyTree) -> tuple[PyTree, PyTree]:
         for index, path, full in node.values():
             dtype = node.layout.dtype(index)
             if not node.layout.has_master(index):
-                written[path] = full if dtype is None else _trees.cast(full, dtype)
+                written[path] = full if dtype is None else _core.cast(full, dtype)
                 masters.append(optax.MaskedNode())
             elif node.layout.master == "packed":
                 written[path], remainder = _master.pack(full)
                 masters.append(remainder)
             else:
-                written[path] = _trees.cast(full, dtype)
+                written[path] = _core.cast(full, dtype)
                 masters.append(full)
         tree = node.layout.tree(jax.tree.structure(node.masters), masters)
         return MasterParamsState(tree, node.overflow, node.fits, node.inner_state, node.layout)
@@ -137,7 +136,7 @@ def set_master_params(params: PyTree, opt_state: PyTree) -> tuple[PyTree, PyTree
     def take(node: MasterParamsState) -> MasterParamsState:
         masters = []
         for _, path, master in node.values():
-            if not _dtypes.is_16bit(by_path[path].dtype):
+            if not _core.is_16bit(by_path[path].dtype):
                 new = _master.make_master(by_path[path], node.layout.master)
                 is_placed = _master.is_committed(master) and not isinstance(new, Tracer)
                 master = jax.device_put(new, master.sharding) if is_placed else new
@@ -151,7 +150,7 @@ def set_master_params(params: PyTree, opt_state: PyTree) -> tuple[PyTree, PyTree
 def keep_masters(applied: jax.Array, new: PyTree, old: PyTree) -> PyTree:
     """Returns the state `new`, with the masters of `old` if the step was not applied."""
     before = iter(master_states(old))
-    keep = lambda node: _trees.select(applied, node.masters, next(before).masters)
+    keep = lambda node: _core.select(applied, node.masters, next(before).masters)
     return map_master_states(lambda node: dataclasses.replace(node, masters=keep(node)), new)
 
 
@@ -163,9 +162,7 @@ def warn_of_replaced(pairs: Iterable[tuple[str, Array, Array]], stacklevel: int)
       stacklevel: that of the caller's caller, as in `warnings.warn`.
     """
     paths = [
-        path
-        for path, param, full in pairs
-        if full.dtype == _dtypes.FLOAT32 and _differs(param, full)
+        path for path, param, full in pairs if full.dtype == _core.FLOAT32 and _differs(param, full)
     ]
     if paths:
         others = f" and {len(paths) - 1} other parameters differ" if paths[1:] else " differs"
@@ -192,7 +189,7 @@ def _differs(param: Array, master: Array) -> bool:
 def store(params: PyTree, state: PyTree) -> PyTree:
     """Casts newly initialized parameters to the storage dtypes that `state` records."""
     storage = {
-        path: (_dtypes.canonical_dtype(name), node.layout.master)
+        path: (_core.canonical_dtype(name), node.layout.master)
         for node in master_states(state)
         for i, (path, name) in enumerate(node.layout.storage)
         if name
@@ -202,13 +199,13 @@ def store(params: PyTree, state: PyTree) -> PyTree:
     wide = {
         path: leaf
         for path, leaf in flat.items()
-        if path in storage and _trees.dtype_of(leaf) != storage[path][0]
+        if path in storage and _core.dtype_of(leaf) != storage[path][0]
     }
 
     def cast_leaves(wide: dict[str, Any]) -> dict[str, Any]:
         return {path: _master.to_storage(leaf, *storage[path]) for path, leaf in wide.items()}
 
-    cast = _trees.in_one_program(cast_leaves, wide)
+    cast = _core.in_one_program(cast_leaves, wide)
     return map_by_path(cast.get, params)
 
 
@@ -224,13 +221,13 @@ def warn_without_masters(params: PyTree, state: PyTree, policies: Policies | Non
     if any(map(is_transformed, jax.tree.leaves(state, is_leaf=is_transformed))):
         return
     dtypes = {
-        np.dtype(storage_dtype(policies, _trees.rule_names(params, n)) if policies else leaf.dtype)
-        for n, leaf in _trees.leaves_with_path(params)
-        if _trees.is_castable(leaf)
+        np.dtype(storage_dtype(policies, _core.rule_names(params, n)) if policies else leaf.dtype)
+        for n, leaf in _core.leaves_with_path(params)
+        if _core.is_castable(leaf)
     }
-    halves = [dtype.name for dtype in dtypes if _dtypes.is_16bit(dtype)]
+    halves = [dtype.name for dtype in dtypes if _core.is_16bit(dtype)]
     if halves and (policies or len(halves) == len(dtypes)):
-        warn_user(
+        _core.warn_user(
             f"The recipe stores parameters in {halves[0]}, but the optimizer was not made with it: "
             "it neither casts them nor keeps FP32 masters, without which small updates are lost. "
             "Make it with the recipe: tx = recipe.optimizer(tx)."
@@ -250,15 +247,15 @@ def warn_of_wide(params: PyTree, state: PyTree, fix: str, stacklevel: int) -> No
       stacklevel: that of the caller's caller, as in `warnings.warn`.
     """
     maps = [node.layout.policies for node in master_states(state) if node.layout.policies]
-    collections = _trees.has_collections(params)
+    collections = _core.has_collections(params)
     wide = []
-    for names, leaf in _trees.leaves_with_path(params) if maps else ():
-        is_param = not collections or names[0] == _trees.PARAMS
-        if is_param and _trees.is_castable(leaf):
-            rule_names = _trees.rule_names(params, names)
+    for names, leaf in _core.leaves_with_path(params) if maps else ():
+        is_param = not collections or names[0] == _core.PARAMS
+        if is_param and _core.is_castable(leaf):
+            rule_names = _core.rule_names(params, names)
             dtypes = [np.dtype(storage_dtype(policies, rule_names)) for policies in maps]
-            if all(_dtypes.bits(dtype) < _dtypes.bits(leaf.dtype) for dtype in dtypes):
-                wide.append((_trees.parameter_path(rule_names), leaf, dtypes[0]))
+            if all(_core.bits(dtype) < _core.bits(leaf.dtype) for dtype in dtypes):
+                wide.append((_core.parameter_path(rule_names), leaf, dtypes[0]))
     if not wide:
         return
     path, leaf, dtype = wide[0]
@@ -276,9 +273,9 @@ def warn_of_wide(params: PyTree, state: PyTree, fix: str, stacklevel: int) -> No
 def check_master_rules(opt_state: PyTree, params: PyTree) -> None:
     """Refuses required rules of masters that set `param_dtype` by path and match no parameter."""
     paths = set()
-    for names, _ in _trees.leaves_with_path(params):
-        inside = _trees.rule_names(params, names)
-        paths.add(_trees.parameter_path(inside))
+    for names, _ in _core.leaves_with_path(params):
+        inside = _core.rule_names(params, names)
+        paths.add(_core.parameter_path(inside))
         paths.update("/".join(inside[:i]) for i in range(len(inside)))
     for node in master_states(opt_state):
         policies = node.layout.policies

@@ -9,9 +9,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxmp._core import _trees
-from jaxmp._core._dtypes import wide_dtype
-from jaxmp._core._typing import Array, PyTree
+from jaxmp import _core
+from jaxmp._core import Array, PyTree
 from jaxmp.errors import JaxmpError
 from jaxmp.fp8 import _overwritten
 from jaxmp.optim._find import get_master_params
@@ -106,12 +105,12 @@ def _copy(leaf: Array | jax.ShapeDtypeStruct) -> Array | jax.ShapeDtypeStruct:
 
 
 def _wide(leaf: Array | jax.ShapeDtypeStruct) -> Any:
-    is_real = _trees.is_inexact(leaf) and not jnp.issubdtype(leaf.dtype, jnp.complexfloating)
-    return wide_dtype(leaf.dtype) if is_real else getattr(leaf, "dtype", None)
+    is_real = _core.is_inexact(leaf) and not jnp.issubdtype(leaf.dtype, jnp.complexfloating)
+    return _core.wide_dtype(leaf.dtype) if is_real else getattr(leaf, "dtype", None)
 
 
 def _move(new: Array, old: Array, step_size: float | Array) -> Array:
-    if not _trees.is_inexact(old):
+    if not _core.is_inexact(old):
         return new
     dtype = _wide(old)
     real = jnp.finfo(dtype).dtype

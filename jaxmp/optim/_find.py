@@ -12,14 +12,20 @@ from typing import Any
 import jax
 import optax
 
-from jaxmp._core import _compat, _trees
-from jaxmp._core._typing import PyTree
-from jaxmp._gradients import _loss_scale
+from jaxmp import _core
+from jaxmp._core import PyTree, _compat
+from jaxmp._gradients import _dynamic_loss_scale, _loss_scale
 from jaxmp.errors import CompositionError, JaxmpError, RecipeWarning
 from jaxmp.fp8 import _overwritten
 from jaxmp.optim._assign import unpack_masters
 from jaxmp.optim._layout import MasterParamsState, map_by_path, master_states
-from jaxmp.optim._skip import SkipNonfiniteState
+from jaxmp.optim._skip import SkipNonfiniteState, SkipStats
+
+# The classes of the nodes in the state of a recipe's optimizer.
+STATES = (
+    *(SkipStats, SkipNonfiniteState, MasterParamsState, _dynamic_loss_scale.DynamicLossScale),
+    *(_loss_scale.NoLossScale, _loss_scale.StaticLossScale),
+)
 
 
 def find(state: PyTree, classes: type | tuple[type, ...]) -> list[tuple[str, Any]]:
@@ -71,7 +77,7 @@ def gradient_options(opt_state: PyTree, options: dict[str, Any]) -> dict[str, An
     guard, defaults = guard_of(opt_state), {}
     if guard is not None:
         axes = guard.settings.axis_name
-        if "axis_name" in options and _trees.as_tuple(options["axis_name"]) != axes:
+        if "axis_name" in options and _core.as_tuple(options["axis_name"]) != axes:
             shown = axes[0] if len(axes) == 1 else axes or None
             raise CompositionError(
                 f"value_and_grad(axis_name={options['axis_name']!r}), but the optimizer has "
@@ -283,7 +289,7 @@ def _check_outside(node: PyTree) -> None:
 
 def _keeps_or_hides(state: PyTree) -> bool:
     """Returns True if a transformation stores gradients, or replaces those that are not finite."""
-    arrays = [x for x in jax.tree.leaves(state) if _trees.is_inexact(x) and x.ndim]
+    arrays = [x for x in jax.tree.leaves(state) if _core.is_inexact(x) and x.ndim]
     return bool(arrays or find(state, (optax.ZeroNansState, optax.ApplyIfFiniteState)))
 
 

@@ -10,8 +10,8 @@ import jax
 import numpy as np
 import optax
 
-from jaxmp._core import _dtypes, _trees
-from jaxmp._core._typing import PyTree
+from jaxmp import _core
+from jaxmp._core import PyTree
 from jaxmp._policies._load import PolicyMap
 from jaxmp._policies._resolve import storage_dtype
 from jaxmp.errors import CompositionError
@@ -55,21 +55,21 @@ class Layout:
     def tree(self, treedef: Any, entries: Sequence[Any]) -> PyTree:
         """Returns `MasterParamsState.masters` with the entry of each parameter."""
         policies = self.policies and (self.policies.default, *self.policies.rules)
-        dtypes = [_dtypes.BFLOAT16] if policies is None else [each.param_dtype for each in policies]
+        dtypes = [_core.BFLOAT16] if policies is None else [each.param_dtype for each in policies]
         has_masters = self.master != "none" and any(
-            d is not None and _dtypes.is_16bit(d) for d in dtypes
+            d is not None and _core.is_16bit(d) for d in dtypes
         )
         return treedef.unflatten(entries) if has_masters else optax.MaskedNode()
 
     def dtype(self, index: int) -> np.dtype | None:
         """Returns the storage dtype of leaf `index`; None if no policy applies to it."""
         name = self.storage[index][1]
-        return _dtypes.canonical_dtype(name) if name else None
+        return _core.canonical_dtype(name) if name else None
 
     def has_master(self, index: int) -> bool:
         """Returns True if leaf `index` is stored in 16 bits and has a master."""
         dtype = self.dtype(index)
-        return self.master != "none" and dtype is not None and _dtypes.is_16bit(dtype)
+        return self.master != "none" and dtype is not None and _core.is_16bit(dtype)
 
     @property
     def key(self) -> str:
@@ -137,13 +137,13 @@ class MasterParamsState:
     def records_overflow(self) -> bool:
         """False if all parameters are wider: `overflow` and `fits` keep their first values."""
         dtypes = map(self.layout.dtype, range(len(self.layout.storage)))
-        return any(dtype is None or _dtypes.is_16bit(dtype) for dtype in dtypes)
+        return any(dtype is None or _core.is_16bit(dtype) for dtype in dtypes)
 
     @property
     def can_overflow(self) -> bool:
         """True if a float16 parameter may be unable to represent its new value."""
         indices = filter(self.has_value, range(len(self.layout.storage)))
-        return any(self.layout.dtype(index) == _dtypes.FLOAT16 for index in indices)
+        return any(self.layout.dtype(index) == _core.FLOAT16 for index in indices)
 
 
 @jax.tree_util.register_pytree_with_keys_class
@@ -166,10 +166,10 @@ class UnpackedParameters(UnpackedMasters):
 
 
 def make_layout(params: PyTree, policies: PolicyMap | None, master: str) -> Layout:
-    collections = _trees.has_collections(params)
+    collections = _core.has_collections(params)
     storage: list[tuple[str, str]] = []
     seen: set[str] = set()
-    for names, leaf in _trees.leaves_with_path(params):
+    for names, leaf in _core.leaves_with_path(params):
         path = _path_of(names, collections)
         if path in seen:
             raise CompositionError(
@@ -177,11 +177,11 @@ def make_layout(params: PyTree, policies: PolicyMap | None, master: str) -> Layo
                 "and masters cannot distinguish them. Rename one of them."
             )
         seen.add(path)
-        is_param = not collections or names[0] == _trees.PARAMS
-        if not is_param or not _trees.is_castable(leaf):
+        is_param = not collections or names[0] == _core.PARAMS
+        if not is_param or not _core.is_castable(leaf):
             storage.append((path, ""))
             continue
-        rule_names = _trees.rule_names(params, names)
+        rule_names = _core.rule_names(params, names)
         dtype = leaf.dtype if policies is None else storage_dtype(policies, rule_names)
         if master == "packed" and np.dtype(dtype) == np.float16:
             raise CompositionError(
@@ -189,27 +189,27 @@ def make_layout(params: PyTree, policies: PolicyMap | None, master: str) -> Layo
                 "is stored in float16, whose exponent differs. Use master='fp32', or store it in "
                 f"bfloat16: Rule({path!r}, 'p=bf16')."
             )
-        storage.append((path, _dtypes.short_name(dtype)))
+        storage.append((path, _core.short_name(dtype)))
     # The node without leaves that `optax.tree.map_params` passes.
     is_open = type(params).__name__ == "_ParamsPlaceholder"
-    prefix = f"{_trees.PARAMS}/" if collections else ""
+    prefix = f"{_core.PARAMS}/" if collections else ""
     return Layout(policies, master, tuple(storage), prefix, is_open)
 
 
 def leaves_by_path(params: PyTree) -> dict[str, Any]:
     """Returns the leaves of a tree of parameters by their paths in the form of rules."""
-    collections = _trees.has_collections(params)
-    return {_path_of(n, collections): leaf for n, leaf in _trees.leaves_with_path(params)}
+    collections = _core.has_collections(params)
+    return {_path_of(n, collections): leaf for n, leaf in _core.leaves_with_path(params)}
 
 
 def map_by_path(fn: Callable[[str, Any], Any], params: PyTree) -> PyTree:
     """Returns a tree of parameters with the results of `fn(path, leaf)`."""
-    collections = _trees.has_collections(params)
-    return _trees.map_with_path(lambda n, leaf: fn(_path_of(n, collections), leaf), params)
+    collections = _core.has_collections(params)
+    return _core.map_with_path(lambda n, leaf: fn(_path_of(n, collections), leaf), params)
 
 
-def _path_of(names: _trees.Path, collections: bool) -> str:
-    return _trees.parameter_path(_trees.strip_collection(names) if collections else names)
+def _path_of(names: _core.Path, collections: bool) -> str:
+    return _core.parameter_path(_core.strip_collection(names) if collections else names)
 
 
 def entries_of(masters: PyTree, treedef: Any) -> list[Any]:

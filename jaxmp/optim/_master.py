@@ -22,10 +22,8 @@ from jax import lax
 from jax.core import Tracer
 from jax.sharding import AxisType
 
-from jaxmp._core import _trees
-from jaxmp._core._dtypes import BFLOAT16, FLOAT16, FLOAT32, is_16bit
-from jaxmp._core._messages import warn_user
-from jaxmp._core._typing import Array, DTypeLike, PyTree
+from jaxmp import _core
+from jaxmp._core import Array, DTypeLike, PyTree
 from jaxmp._policies import _load
 from jaxmp._policies._load import PolicyMap
 from jaxmp._policies._resolve import storage_dtype
@@ -37,11 +35,15 @@ from jaxmp.optim._rounding import OVERFLOW_THRESHOLD, pack, remainder_to, unpack
 
 def to_storage(value: PyTree, dtype: DTypeLike, master: str) -> PyTree:
     """Casts one leaf to its storage dtype, with the rounding of the form of its master."""
-    if master == "packed" and np.dtype(dtype) == BFLOAT16 and _trees.dtype_of(value) == FLOAT32:
+    if (
+        master == "packed"
+        and np.dtype(dtype) == _core.BFLOAT16
+        and _core.dtype_of(value) == _core.FLOAT32
+    ):
         if isinstance(value, jax.ShapeDtypeStruct):
             return value.update(dtype=dtype)
-        return pack(jnp.asarray(_trees.cast(value, FLOAT32)))[0]
-    return _trees.cast(value, dtype)
+        return pack(jnp.asarray(_core.cast(value, _core.FLOAT32)))[0]
+    return _core.cast(value, dtype)
 
 
 def cast_params(params: PyTree, policies: PolicyMap, master: str = "fp32") -> PyTree:
@@ -52,16 +54,16 @@ def cast_params(params: PyTree, policies: PolicyMap, master: str = "fp32") -> Py
       policies: a PolicyMap.
       master: the form of the masters, "fp32" or "packed", which determines how ties round.
     """
-    collections = _trees.has_collections(params)
+    collections = _core.has_collections(params)
 
-    def cast_leaf(names: _trees.Path, leaf: PyTree) -> PyTree:
-        inside = not collections or names[0] == _trees.PARAMS
-        if not inside or not _trees.is_castable(leaf):
+    def cast_leaf(names: _core.Path, leaf: PyTree) -> PyTree:
+        inside = not collections or names[0] == _core.PARAMS
+        if not inside or not _core.is_castable(leaf):
             return leaf
-        dtype = storage_dtype(policies, _trees.rule_names(params, names))
-        return to_storage(leaf, dtype, master if is_16bit(dtype) else "fp32")
+        dtype = storage_dtype(policies, _core.rule_names(params, names))
+        return to_storage(leaf, dtype, master if _core.is_16bit(dtype) else "fp32")
 
-    return _trees.map_with_path(cast_leaf, params)
+    return _core.map_with_path(cast_leaf, params)
 
 
 # ---------------------------------------------------------------------------
@@ -71,7 +73,7 @@ def cast_params(params: PyTree, policies: PolicyMap, master: str = "fp32") -> Py
 
 MASTER_MODES = ("auto", "fp32", "packed", "none")
 # A saturated master of a bfloat16 parameter: larger ones round to infinity.
-_LARGEST_MASTER = np.nextafter(OVERFLOW_THRESHOLD[BFLOAT16], np.float32(0), dtype=np.float32)
+_LARGEST_MASTER = np.nextafter(OVERFLOW_THRESHOLD[_core.BFLOAT16], np.float32(0), dtype=np.float32)
 
 
 # ---------------------------------------------------------------------------
@@ -148,17 +150,19 @@ def master_params(
         ]
         masters = layout.tree(treedef, entries)
         _warn_of_few_values(leaves, layout)
-        full = _trees.cast_floating(params, FLOAT32)
-        inner_state = _trees.owned(inner.init(full), (params, full, masters))
+        full = _core.cast_floating(params, _core.FLOAT32)
+        inner_state = _core.owned(inner.init(full), (params, full, masters))
         none, fits = jnp.array(-1, jnp.int32), jnp.array(True)
         state = MasterParamsState(masters, none, fits, inner_state, layout)
-        values = {index: value for index, _, value in state.values() if value.dtype == FLOAT32}
+        values = {
+            index: value for index, _, value in state.values() if value.dtype == _core.FLOAT32
+        }
 
         def first_overflow(values: dict[int, jax.Array]) -> jax.Array:
             too_large = {n: _is_too_large(v, layout.dtype(n)) for n, v in values.items()}
             return _first_index(too_large)
 
-        return dataclasses.replace(state, overflow=_trees.in_one_program(first_overflow, values))
+        return dataclasses.replace(state, overflow=_core.in_one_program(first_overflow, values))
 
     def update_fn(
         updates: PyTree, state: PyTree, params: PyTree = None, **extra_args: object
@@ -174,7 +178,7 @@ def master_params(
         read = _read_unpacked if is_unpacked else read_master
         old = [read(p, m) for p, m in zip(params_flat, masters_flat, strict=True)]
         deltas, inner_state = inner.update(
-            _trees.cast_floating(updates, FLOAT32),
+            _core.cast_floating(updates, _core.FLOAT32),
             state.inner_state,
             treedef.unflatten(old),
             **extra_args,
@@ -185,7 +189,7 @@ def master_params(
             for p, m, full, delta in zip(params_flat, masters_flat, old, deltas, strict=True)
         ]
         overflows = {i: over for i, (_, _, over) in enumerate(steps) if over is not None}
-        of_float16 = {i: o for i, o in overflows.items() if state.layout.dtype(i) == FLOAT16}
+        of_float16 = {i: o for i, o in overflows.items() if state.layout.dtype(i) == _core.FLOAT16}
         first = _first_index(overflows)
         new_masters = treedef.unflatten(new for _, new, _ in steps)
         if isinstance(state.masters, optax.MaskedNode):
@@ -206,17 +210,17 @@ def master_params(
         if isinstance(stored, optax.MaskedNode):
             return delta, stored, None
         new, over = add_update(full, delta), None
-        if param.dtype == FLOAT16 or (is_16bit(param.dtype) and not is_unpacked):
+        if param.dtype == _core.FLOAT16 or (_core.is_16bit(param.dtype) and not is_unpacked):
             over = _is_too_large(new, param.dtype)
-        if param.dtype == BFLOAT16:
+        if param.dtype == _core.BFLOAT16:
             new = lax.clamp(-_LARGEST_MASTER, new, _LARGEST_MASTER)
         if is_unpacked:
             return delta, new, over
         target = to_storage(new, param.dtype, master)
-        emitted = target.astype(FLOAT32) - param.astype(FLOAT32)
+        emitted = target.astype(_core.FLOAT32) - param.astype(_core.FLOAT32)
         if stored.dtype != jnp.int16:
             return emitted, new, over
-        assigned = (param.astype(FLOAT32) + emitted).astype(param.dtype)
+        assigned = (param.astype(_core.FLOAT32) + emitted).astype(param.dtype)
         return emitted, remainder_to(new, assigned), over
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
@@ -230,14 +234,14 @@ def _warn_of_few_values(params: list[Any], layout: Layout) -> None:
     """
     for index, leaf in enumerate(params):
         is_known = isinstance(leaf, (jax.Array, np.ndarray)) and not isinstance(leaf, Tracer)
-        if not (is_known and layout.has_master(index) and is_16bit(leaf.dtype)):
+        if not (is_known and layout.has_master(index) and _core.is_16bit(leaf.dtype)):
             continue
         most = 2 ** (jnp.finfo(leaf.dtype).nmant + 1)
         if leaf.size < 8 * most or not getattr(leaf, "is_fully_addressable", True):
             continue
         sample = np.asarray(leaf.reshape(-1)[: 8 * most])
         if 16 < (values := len(np.unique(sample))) <= most:
-            warn_user(
+            _core.warn_user(
                 f"Parameter {layout.storage[index][0]!r} has {values} different values among "
                 f"{len(sample)} elements, as if it was initialized in {leaf.dtype}, and so have "
                 "its FP32 masters. Initialize in FP32, the default param_dtype of Flax's layers: "
@@ -262,18 +266,18 @@ def add_update(param: Array | None, update: Array) -> Any:
     """Adds an update as `optax.apply_updates` does, and to 16-bit parameters in FP32."""
     if param is None or update.dtype == jax.dtypes.float0:
         return param
-    if _trees.is_castable(param) and is_16bit(param.dtype):
-        return (param.astype(FLOAT32) + update.astype(FLOAT32)).astype(param.dtype)
+    if _core.is_castable(param) and _core.is_16bit(param.dtype):
+        return (param.astype(_core.FLOAT32) + update.astype(_core.FLOAT32)).astype(param.dtype)
     return param + update.astype(param.dtype)
 
 
 def make_master(param: Array, master: str) -> jax.Array:
     """Returns the entry of an FP32 parameter in `MasterParamsState.masters`, as a new array."""
     if master == "packed":
-        return pack(_trees.cast(param, FLOAT32))[1]
+        return pack(_core.cast(param, _core.FLOAT32))[1]
     # A copy of a weakly typed array would be one, too, and the second step would be traced again.
-    is_copied = param.dtype == FLOAT32 and not getattr(param, "weak_type", False)
-    return _trees.copied(param) if is_copied else param.astype(FLOAT32)
+    is_copied = param.dtype == _core.FLOAT32 and not getattr(param, "weak_type", False)
+    return _core.copied(param) if is_copied else param.astype(_core.FLOAT32)
 
 
 def read_master(param: Array, stored: Array | optax.MaskedNode) -> Array:
@@ -283,8 +287,8 @@ def read_master(param: Array, stored: Array | optax.MaskedNode) -> Array:
     the new master. With a remainder, which fits any parameter, that is the value to half a unit in
     the last place of bfloat16.
     """
-    if isinstance(stored, optax.MaskedNode) or not is_16bit(param.dtype):
-        return _trees.cast(param, FLOAT32) if _trees.is_castable(param) else param
+    if isinstance(stored, optax.MaskedNode) or not _core.is_16bit(param.dtype):
+        return _core.cast(param, _core.FLOAT32) if _core.is_castable(param) else param
     master = placed_as(stored, param)
     if stored.dtype == jnp.int16:
         full = unpack(param, master)
@@ -301,7 +305,7 @@ def follow(param: Array, rounded: Array, master: Array) -> jax.Array:
     """Returns the master where a parameter has the bits of the rounded one, or else its value."""
     bits, kept = (lax.bitcast_convert_type(array, jnp.int16) for array in (param, rounded))
     # Made from its bits, the value is no summand of the new parameter for the audit.
-    value = lax.bitcast_convert_type(bits, param.dtype).astype(FLOAT32)
+    value = lax.bitcast_convert_type(bits, param.dtype).astype(_core.FLOAT32)
     return jnp.where(bits == kept, master, value)
 
 
@@ -338,7 +342,7 @@ def placed_as(array: Array, like: Array) -> Array:
 def _check_storage(params: list[Any], layout: Layout) -> None:
     for index, leaf in enumerate(params):
         dtype = layout.dtype(index)
-        if dtype is not None and _trees.dtype_of(leaf) != dtype:
+        if dtype is not None and _core.dtype_of(leaf) != dtype:
             raise CompositionError(
                 f"Parameter {layout.storage[index][0]!r} is {leaf.dtype}, but its policy stores it "
                 f"in {dtype}. Cast once, after tx.init(params): params = recipe.cast_params(params)"
@@ -366,7 +370,7 @@ def first_saturated(state: MasterParamsState) -> jax.Array:
         return state.overflow
     flags = {}
     for index, _, value in state.values():
-        if state.layout.has_master(index) and state.layout.dtype(index) == BFLOAT16:
+        if state.layout.has_master(index) and state.layout.dtype(index) == _core.BFLOAT16:
             flags[index] = ~jnp.all(lax.abs(value) < _LARGEST_MASTER)  # also True for a NaN
     return _first_index(flags)
 

@@ -7,9 +7,8 @@ from typing import Literal
 import numpy as np
 import optax
 
-from jaxmp._core import _trees
-from jaxmp._core._dtypes import is_16bit
-from jaxmp._core._typing import AxisNames
+from jaxmp import _core
+from jaxmp._core import AxisNames
 from jaxmp._gradients._dynamic_loss_scale import LossScaleLike
 from jaxmp._policies import _load
 from jaxmp.errors import CompositionError
@@ -77,6 +76,8 @@ def mixed_precision(
     gradients = GradientSettings(
         data.accumulate_dtype, data.reduce_dtype, data.regather, data.widen_params
     )
-    settings = SkipSettings(skip != "none", _trees.as_tuple(axis_name), gradients)
+    settings = SkipSettings(skip != "none", _core.as_tuple(axis_name), gradients)
     dtype = np.dtype(data.policies.default.compute_dtype)
-    return guard(masters, loss_scale, skip, settings, dtype=dtype if is_16bit(dtype) else None)
+    return guard(
+        masters, loss_scale, skip, settings, dtype=dtype if _core.is_16bit(dtype) else None
+    )

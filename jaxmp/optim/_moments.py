@@ -15,8 +15,8 @@ import numpy as np
 import optax
 from jax import lax
 
-from jaxmp._core import _dtypes, _trees
-from jaxmp._core._typing import DTypeLike, PyTree
+from jaxmp import _core
+from jaxmp._core import DTypeLike, PyTree
 from jaxmp.errors import CompositionError, PolicyError, RecipeWarning
 from jaxmp.optim._master import check_inner
 from jaxmp.optim._rounding import with_noise
@@ -54,7 +54,7 @@ _WIDE = {
 }
 # States of the optimizer of a recipe.
 _OURS = ("SkipNonfiniteState", "MasterParamsState")
-_ALLOWED = (_dtypes.FLOAT32, np.dtype(jnp.bfloat16))
+_ALLOWED = (_core.FLOAT32, np.dtype(jnp.bfloat16))
 
 
 @jax.tree_util.register_pytree_with_keys_class
@@ -72,7 +72,7 @@ class MomentState:
 
     def tree_flatten_with_keys(self) -> tuple[Any, None]:
         key = jax.tree_util.GetAttrKey(MOMENT_COUNT)
-        return ((key, self.count), (_trees.HiddenKey(), self.inner_state)), None
+        return ((key, self.count), (_core.HiddenKey(), self.inner_state)), None
 
     @classmethod
     def tree_unflatten(cls, _: None, children: tuple[Any, ...]) -> MomentState:
@@ -116,7 +116,7 @@ def moment_dtype(
     """
     check_inner(inner)
     inner, dtype = optax.with_extra_args_support(inner), _checked_dtype(dtype)
-    if dtype == _dtypes.FLOAT32:
+    if dtype == _core.FLOAT32:
         return inner
 
     def init_fn(params: PyTree) -> PyTree:
@@ -135,7 +135,7 @@ def moment_dtype(
                 RecipeWarning,
                 stacklevel=2,
             )
-        narrow = lambda leaf, _: leaf.astype(dtype) if leaf.dtype == _dtypes.FLOAT32 else leaf
+        narrow = lambda leaf, _: leaf.astype(dtype) if leaf.dtype == _core.FLOAT32 else leaf
         return MomentState(jnp.zeros((), jnp.int32), _map_moments(narrow, state))
 
     def update_fn(
@@ -145,7 +145,7 @@ def moment_dtype(
 
         def widen(leaf: jax.Array, _: str) -> jax.Array:
             dtypes.append(leaf.dtype)
-            return leaf.astype(_dtypes.FLOAT32) if leaf.dtype == dtype else leaf
+            return leaf.astype(_core.FLOAT32) if leaf.dtype == dtype else leaf
 
         wide = _map_moments(widen, state.inner_state)
         updates, new = inner.update(updates, wide, params, **extra_args)
@@ -153,7 +153,7 @@ def moment_dtype(
 
         def narrow(leaf: jax.Array, rounding: str) -> jax.Array:
             number = next(numbers)
-            if rounding == NEAREST or dtypes[number] != dtype or leaf.dtype != _dtypes.FLOAT32:
+            if rounding == NEAREST or dtypes[number] != dtype or leaf.dtype != _core.FLOAT32:
                 return leaf.astype(dtypes[number])
             return with_noise(leaf, _hash(seed, number, leaf.shape), dtype)
 
@@ -200,7 +200,7 @@ def _unknown_owners(node: Any, owner: str = "", path: str = "") -> Iterator[str]
     if _is_known(node):
         return
     if jax.tree_util.all_leaves([node]):
-        if getattr(node, "ndim", 0) and node.dtype == _dtypes.FLOAT32 and owner not in _WIDE:
+        if getattr(node, "ndim", 0) and node.dtype == _core.FLOAT32 and owner not in _WIDE:
             yield owner or f"state{path}"
         return
     if not isinstance(node, (dict, list)) and type(node) is not tuple:
@@ -215,7 +215,7 @@ def _unknown_owners(node: Any, owner: str = "", path: str = "") -> Iterator[str]
 
 def _checked_dtype(dtype: DTypeLike) -> np.dtype:
     with contextlib.suppress(PolicyError):
-        if (canonical := _dtypes.canonical_dtype(dtype)) in _ALLOWED:
+        if (canonical := _core.canonical_dtype(dtype)) in _ALLOWED:
             return canonical
     raise CompositionError(
         f"dtype={dtype!r} of moment_dtype is not allowed. Allowed: 'float32' and 'bfloat16'. "

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 import jax.tree_util as jtu
 import optax
 
-from jaxmp._core import _trees
-from jaxmp._core._typing import PyTree
+from jaxmp import _core
+from jaxmp._core import PyTree
 from jaxmp._gradients._loss_scale import LossScale
 from jaxmp.fp8 import _overwritten
 from jaxmp.optim._master import MasterParamsState
@@ -28,7 +28,7 @@ KeyPath = tuple[Any, ...]
 # Collections of Flax, which are also fields of train states.
 COLLECTIONS = {
     _overwritten.OVERWRITE: FP8,
-    _trees.PARAMS: PARAMETER,
+    _core.PARAMS: PARAMETER,
     "batch_stats": STATISTICS,
 }
 
@@ -54,7 +54,7 @@ class StateLeaf(NamedTuple):
     @property
     def field(self) -> str:
         """The field of the owner that contains the leaf."""
-        return "/".join(_trees.path_names(self.below[:1]))
+        return "/".join(_core.path_names(self.below[:1]))
 
 
 def leaves_with_roles(tree: PyTree) -> list[StateLeaf]:
@@ -73,7 +73,7 @@ def _leaves(above: StateLeaf) -> Iterator[StateLeaf]:
 
 
 def _child(above: StateLeaf, keys: KeyPath, child: Any) -> StateLeaf:
-    name = "/".join(_trees.path_names(keys))
+    name = "/".join(_core.path_names(keys))
     is_owner = _is_optimizer_state(child) or is_loss_scale(child)
     # Flax's train states and NNX optimizers, and the states of users.
     is_field = isinstance(keys[0], jtu.GetAttrKey) and name in ("opt_state", "optimizer_state")

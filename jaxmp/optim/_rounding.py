@@ -10,9 +10,8 @@ import numpy as np
 import optax
 from jax import lax
 
-from jaxmp._core import _trees
-from jaxmp._core._dtypes import BFLOAT16, FLOAT16, FLOAT32, is_16bit
-from jaxmp._core._typing import Array, DTypeLike, PyTree
+from jaxmp import _core
+from jaxmp._core import Array, DTypeLike, PyTree
 from jaxmp.errors import CompositionError
 
 _HALF_ULP = np.uint32(0x8000)
@@ -21,8 +20,8 @@ _QUIET_NAN = np.uint32(0x7FC00000)
 # Finite FP32 values of at least this magnitude become infinite by the cast: the largest finite
 # value plus half a unit in its last place (65504 + 16 for float16).
 OVERFLOW_THRESHOLD = {
-    FLOAT16: np.float32(65520.0),
-    BFLOAT16: np.array(0x7F7F8000, np.uint32).view(np.float32)[()],
+    _core.FLOAT16: np.float32(65520.0),
+    _core.BFLOAT16: np.array(0x7F7F8000, np.uint32).view(np.float32)[()],
 }
 
 
@@ -154,11 +153,14 @@ def stochastic_rounding(
 
 
 def _round_leaf(key: jax.Array, param: Array, delta: Array) -> Array:
-    dtype = _trees.dtype_of(param)
-    if dtype is None or not is_16bit(dtype):
+    dtype = _core.dtype_of(param)
+    if dtype is None or not _core.is_16bit(dtype):
         return delta
-    old = param.astype(FLOAT32)
-    return round_stochastically(key, old + delta.astype(FLOAT32), dtype).astype(FLOAT32) - old
+    old = param.astype(_core.FLOAT32)
+    return (
+        round_stochastically(key, old + delta.astype(_core.FLOAT32), dtype).astype(_core.FLOAT32)
+        - old
+    )
 
 
 def round_stochastically(key: jax.Array, value: jax.Array, dtype: DTypeLike) -> jax.Array:

@@ -10,9 +10,8 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxmp._core import _shardings
-from jaxmp._core._trees import Path, dtype_of, leaves_with_path, path_names
-from jaxmp._core._typing import PyTree
+from jaxmp import _core
+from jaxmp._core import Path, PyTree
 from jaxmp.errors import JaxmpError, RecipeWarning
 
 
@@ -64,7 +63,7 @@ def state_shardings(
       >>> shardings["opt_state"][0].count.spec
       P()
     """
-    placements = _shardings.shardings_by_path(params_shardings, "params_shardings")
+    placements = _core.shardings_by_path(params_shardings, "params_shardings")
     mesh = next(iter(placements.values())).mesh
     if optimizer != "like_params" and optimizer not in mesh.axis_names:
         raise JaxmpError(
@@ -73,19 +72,21 @@ def state_shardings(
             f"optimizer={mesh.axis_names[0]!r}."
         )
     longest = max(map(len, placements))
-    matches = {names: _match(names, placements, longest) for names, _ in leaves_with_path(state)}
+    matches = {
+        names: _match(names, placements, longest) for names, _ in _core.leaves_with_path(state)
+    }
     shapes = _parameter_shapes(state, matches)
     known = {names: shape for names, (_, shape) in shapes.items()}
     for names in [names for names in placements if names not in known]:
         # Names for the message.
-        suffixes = (_shardings.without_contents(path)[-len(names) :] for path in matches)
+        suffixes = (_core.without_contents(path)[-len(names) :] for path in matches)
         known |= {path[1:] if path[:1] == ("params",) else path: () for path in suffixes}
-    _shardings.check_tree("params_shardings", placements, "the state", known)
+    _core.check_tree("params_shardings", placements, "the state", known)
     axis = None if optimizer == "like_params" else optimizer
     _warn_of_replicated(state, matches, placements, shapes, axis)
 
     def sharding_of(key_path: tuple[object, ...], leaf: jax.Array) -> NamedSharding:
-        names = path_names(key_path)
+        names = _core.path_names(key_path)
         param = matches[names]
         if param is None or np.shape(leaf) != shapes[param][1]:
             return NamedSharding(mesh, PartitionSpec())
@@ -99,7 +100,7 @@ def state_shardings(
 
 def _match(names: Path, placements: dict[Path, NamedSharding], longest: int) -> Path | None:
     """Returns the longest path of a parameter in which a path of the state ends."""
-    names = _shardings.as_parts(_shardings.without_contents(names))
+    names = _core.as_parts(_core.without_contents(names))
     for length in range(min(longest, len(names)), 0, -1):
         if names[-length:] in placements:
             return names[-length:]
@@ -115,7 +116,7 @@ def _parameter_shapes(
     states are deeper. Of those at one depth, such as averages of the parameters, it is in "params".
     The `params` beside an `opt_state` precede both, because averages may be beside a train state.
     """
-    paths = [names for names, _ in leaves_with_path(state)]
+    paths = [names for names, _ in _core.leaves_with_path(state)]
     owners = {names[: names.index("opt_state")] for names in paths if "opt_state" in names}
 
     def rank(names: Path) -> tuple[bool, int, int]:
@@ -123,7 +124,7 @@ def _parameter_shapes(
         return not is_beside, len(names), -names.count("params")
 
     shapes: dict[Path, tuple[Path, tuple[int, ...]]] = {}
-    for names, leaf in leaves_with_path(state):
+    for names, leaf in _core.leaves_with_path(state):
         param = matches[names]
         if param is not None and (param not in shapes or rank(names) < rank(shapes[param][0])):
             shapes[param] = names, np.shape(leaf)
@@ -161,12 +162,14 @@ def _warn_of_replicated(
     """
     split = {names: s for names, s in placements.items() if axis or any(s.spec)}
     by_name = {(names[-1], shapes[names][1]) for names in split}
-    flat = dict(leaves_with_path(state))
+    flat = dict(_core.leaves_with_path(state))
     owned = sum(_bytes(flat[path], placements[names]) for names, (path, _) in shapes.items())
     names_of_rows, rows, code = [], [], []
     for names, leaf in flat.items() if split else ():
-        path, param, shape = _shardings.without_contents(names), matches[names], np.shape(leaf)
-        if dtype_of(leaf) is None or (param and (param not in split or shape == shapes[param][1])):
+        path, param, shape = _core.without_contents(names), matches[names], np.shape(leaf)
+        if _core.dtype_of(leaf) is None or (
+            param and (param not in split or shape == shapes[param][1])
+        ):
             continue
         like = split[param or next(iter(split))]
         sharding = like.update(spec=PartitionSpec())
@@ -201,7 +204,7 @@ def _warn_of_replicated(
 
 def _bytes(leaf: Any, sharding: NamedSharding) -> int:
     """Returns the bytes of a device's part of an array."""
-    return math.prod(sharding.shard_shape(np.shape(leaf))) * np.dtype(dtype_of(leaf)).itemsize
+    return math.prod(sharding.shard_shape(np.shape(leaf))) * np.dtype(_core.dtype_of(leaf)).itemsize
 
 
 def _split_further(sharding: NamedSharding, shape: tuple[int, ...], axis: str) -> NamedSharding:

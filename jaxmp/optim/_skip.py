@@ -13,9 +13,8 @@ import numpy as np
 import optax
 from jax import lax
 
-from jaxmp._core import _compat, _messages, _trees
-from jaxmp._core._dtypes import FLOAT32
-from jaxmp._core._typing import AxisNames, PyTree
+from jaxmp import _core
+from jaxmp._core import AxisNames, PyTree, _compat
 from jaxmp._gradients import _dynamic_loss_scale, _loss_scale
 from jaxmp._gradients._hints import is_in_loss
 from jaxmp.errors import CompositionError
@@ -241,7 +240,7 @@ def skip_nonfinite(
       >>> updates.tolist(), int(state.stats.total)
       ([0.0, 0.0], 1)
     """
-    return guard(inner, loss_scale, skip, SkipSettings(skip != "none", _trees.as_tuple(axis_name)))
+    return guard(inner, loss_scale, skip, SkipSettings(skip != "none", _core.as_tuple(axis_name)))
 
 
 def guard(
@@ -265,7 +264,7 @@ def guard(
     inner = optax.with_extra_args_support(inner)
     axes = settings.axis_name
 
-    inside = _messages.Mark()
+    inside = _core.Mark()
 
     def init_fn(params: PyTree) -> PyTree:
         _overwritten.check_is_absent(params)
@@ -275,15 +274,15 @@ def guard(
         ):
             inside.is_checked = is_in_loss(params)
             if inside.is_checked:
-                _messages.warn_user(_INSIDE_LOSS)
+                _core.warn_user(_INSIDE_LOSS)
         inner_state = agree_on_overflow(inner.init(params), _compat.bound_axes(axes))
-        scale = initial_scale.fresh().with_leaves(_mark=_messages.Mark(dtype))
+        scale = initial_scale.fresh().with_leaves(_mark=_core.Mark(dtype))
         return SkipNonfiniteState(scale, SkipStats.zero(inner_state), inner_state, settings)
 
     def update_fn(
         updates: PyTree, state: PyTree, params: PyTree = None, **extra_args: object
     ) -> tuple[PyTree, PyTree]:
-        grads = _trees.cast_floating(updates, FLOAT32)
+        grads = _core.cast_floating(updates, _core.FLOAT32)
         _compat.check_axes(axes)
         assigns = state.settings.assigns
         same_structure = params is None or jax.tree.structure(grads) == jax.tree.structure(params)
@@ -294,14 +293,14 @@ def guard(
 
         def do_update(old_state: PyTree) -> tuple[PyTree, PyTree]:
             # In a branch, XLA would pass the FP32 copies of the check through memory.
-            full = _trees.cast_floating(updates, FLOAT32)
+            full = _core.cast_floating(updates, _core.FLOAT32)
             emitted, inner_state = inner.update(full, old_state, params, **extra_args)
             inner_state = agree_on_overflow(inner_state, axes)
             if assigns:
                 return (), inner_state
             if same_structure:
                 # The zeros of a skipped step have the dtypes of the gradients.
-                emitted = jax.tree.map(lambda g, u: _trees.cast(u, g.dtype), grads, emitted)
+                emitted = jax.tree.map(lambda g, u: _core.cast(u, g.dtype), grads, emitted)
             return emitted, inner_state
 
         def write(inner_state: PyTree) -> PyTree:
@@ -311,7 +310,7 @@ def guard(
             emitted, inner_state = do_update(read())
             return emitted, dataclasses.replace(state, inner_state=write(inner_state))
 
-        first, is_zero = _trees.check_squares(grads)
+        first, is_zero = _core.check_squares(grads)
         if axes:
             first = _compat.smallest(first, axes)
         leaves = jnp.int32(len(jax.tree.leaves(grads)))
@@ -370,7 +369,7 @@ def _in_one_array(
     """
     if _compat.target() != "gpu":
         return applied, first, is_zero
-    scalars = [_trees.cast(each, np.int32) for each in (applied, first, is_zero)]
+    scalars = [_core.cast(each, np.int32) for each in (applied, first, is_zero)]
     applied, first, is_zero = lax.optimization_barrier(jnp.stack(scalars))
     return applied != 0, first, is_zero != 0
 
@@ -432,9 +431,9 @@ def _select_update(finite: jax.Array, steps: _Steps) -> _Outcome:
         # Without the barrier XLA:CPU fuses the check into every select (eight times the HLO).
         applied = lax.optimization_barrier(applied)
     overflow = lax.select(finite, overflow_leaf(new_state), old_overflow)
-    emitted = _trees.select(applied, emitted, zeros)
+    emitted = _core.select(applied, emitted, zeros)
     # PRNG keys of the inner transformation are restored, as they are by a branch.
-    state = jax.tree.map(functools.partial(_trees.select_leaf, applied), new_state, old_state)
+    state = jax.tree.map(functools.partial(_core.select_leaf, applied), new_state, old_state)
     return applied, emitted, steps.write(state), overflow
 
 

@@ -9,8 +9,7 @@ import jax
 import numpy as np
 from jax.core import Tracer
 
-from jaxmp._core import _compat
-from jaxmp._core._typing import Array, PyTree
+from jaxmp._core import Array, PyTree, _compat
 from jaxmp._gradients import _loss_scale
 from jaxmp.errors import JaxmpError, MasterOverflowError, ScaleCollapsedError, SkippedStepsWarning
 from jaxmp.fp8 import _overwritten

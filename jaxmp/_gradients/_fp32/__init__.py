@@ -22,12 +22,10 @@ import jax
 import numpy as np
 from jax.core import Tracer
 
-from jaxmp._core import _compat, _dtypes
-from jaxmp._core._trees import is_castable
-from jaxmp._core._typing import Array, PyTree
+from jaxmp import _core, _programs
+from jaxmp._core import Array, PyTree, _compat
 from jaxmp._gradients._fp32._derivatives import is_16bit_aval
 from jaxmp._gradients._fp32._interpreter import run
-from jaxmp._programs._jaxprs import equations
 from jaxmp.errors import RecipeWarning
 
 _READS_VALUES = (
@@ -67,7 +65,7 @@ def with_fp32_gradients(
     """
     leaves, structure = jax.tree.flatten(inputs)
     is_param = [
-        is_castable(leaf) and (widen or not _dtypes.is_16bit(leaf.dtype)) for leaf in leaves
+        _core.is_castable(leaf) and (widen or not _core.is_16bit(leaf.dtype)) for leaf in leaves
     ]
     if not any(is_param):
         return fn, inputs
@@ -99,7 +97,7 @@ def with_fp32_gradients(
         return out_tree.unflatten([next(results) if leaf is None else leaf for leaf in static])
 
     in_fp32 = [
-        leaf.astype(_dtypes.FLOAT32) if param and _dtypes.is_16bit(leaf.dtype) else leaf
+        leaf.astype(_core.FLOAT32) if param and _core.is_16bit(leaf.dtype) else leaf
         for leaf, param in zip(leaves, is_param, strict=True)
     ]
     return fn_in_fp32, structure.unflatten(in_fp32)
@@ -108,7 +106,7 @@ def with_fp32_gradients(
 def _computes_in_16_bits(closed: _compat.ClosedJaxpr) -> bool:
     return any(
         is_16bit_aval(var.aval)
-        for equation in equations(closed)
+        for equation in _programs.equations(closed)
         for var in (*equation.invars, *equation.outvars)
     )
 

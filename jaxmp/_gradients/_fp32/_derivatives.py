@@ -12,9 +12,9 @@ import numpy as np
 from jax import lax
 from jax.sharding import AxisType, PartitionSpec
 
-from jaxmp._core import _dtypes, _wide
-from jaxmp._core._compat import ClosedJaxpr, JaxprEqn, Literal, Var, jaxpr_body, target
-from jaxmp._core._typing import Array, PyTree
+from jaxmp import _core, _programs
+from jaxmp._core import Array, PyTree, _compat
+from jaxmp._core._compat import ClosedJaxpr, JaxprEqn, Literal, Var
 from jaxmp._gradients._fp32._layout import (
     ELEMENTWISE,
     REDUCTIONS,
@@ -41,9 +41,6 @@ from jaxmp._gradients._fp32._values import (
     left,
     no_gradient,
 )
-from jaxmp._programs import _analysis, _interpreter, _jaxprs, _operations
-from jaxmp._programs._bind import bind
-from jaxmp._programs._constructs import CALLS
 
 
 def run_matmul(equation: JaxprEqn, operands: list[Value]) -> list[Value]:
@@ -64,7 +61,7 @@ def run_matmul(equation: JaxprEqn, operands: list[Value]) -> list[Value]:
 
     def call(other: Array, low: Array, rest: list[Array], **changes: object) -> Array:
         pair = [other, low] if side else [low, other]
-        return bind(equation, [*pair, *rest], **changes)
+        return _programs.bind(equation, [*pair, *rest], **changes)
 
     layout = copy.layout
     again = layout is not None and layout.is_split and layout.again
@@ -87,14 +84,14 @@ def run_matmul(equation: JaxprEqn, operands: list[Value]) -> list[Value]:
             low = gathered(low, layout)
         # A matmul with a wide result is differentiated in the dtype of its operands, as in
         # `_core._wide_dot`.
-        options = _operations.arithmetic_of(equation)
+        options = _programs.arithmetic_of(equation)
         is_wide = options is not None and options.result_dtype is not None
         narrow = {"preferred_element_type": low.dtype} if is_wide else {}
         cotangent = cotangent.astype(low.dtype)
         is_explicit = AxisType.Explicit in jax.typeof(low).sharding.mesh.axis_types
         if equation.primitive.name == "dot_general" and not is_explicit:
             d_other = transposed_dot(equation, 1 - side, low, cotangent, low.dtype)
-            d_carrier = transposed_dot(equation, side, other, cotangent, _dtypes.FLOAT32)
+            d_carrier = transposed_dot(equation, side, other, cotangent, _core.FLOAT32)
             return d_other, None, as_stored(d_carrier, layout), None
 
         def of_other(other: Array) -> Array:
@@ -125,9 +122,9 @@ def transposed_dot(
       cotangent: gradient of the result, in the dtype of `other`.
       dtype: dtype of the gradient.
     """
-    sums, batch = _operations.dot_of(equation)
+    sums, batch = _programs.dot_of(equation)
     free = [
-        [n for n in range(_jaxprs.array_aval(var).ndim) if n not in (*s, *b)]
+        [n for n in range(_programs.array_aval(var).ndim) if n not in (*s, *b)]
         for var, s, b in zip(equation.invars, sums, batch, strict=True)
     ]
     kept, same = free[side], len(batch[0])
@@ -146,8 +143,8 @@ def transposed_dot(
         dimension_numbers=(contracted, batched),
         precision=equation.params["precision"],
     )
-    if dtype == _dtypes.FLOAT32 and target() == "cpu":
-        out = _wide.widened_product(product, lhs, rhs)
+    if dtype == _core.FLOAT32 and _compat.target() == "cpu":
+        out = _core.widened_product(product, lhs, rhs)
     else:
         out = product(lhs, rhs, preferred_element_type=dtype)
     return lax.transpose(out, np.argsort([*batch[side], *axes[0], *axes[1]]))
@@ -194,7 +191,7 @@ class _OwnDerivative:
         """Returns the results, each with its carrier if it has one."""
         arrays = [gathered(r.array, r.layout) if isinstance(r, Saved) else r for r in results]
         has_carrier = lambda array: self.is_weight and is_16bit_aval(array)
-        return [(a, a.astype(_dtypes.FLOAT32)) if has_carrier(a) else (a,) for a in arrays]
+        return [(a, a.astype(_core.FLOAT32)) if has_carrier(a) else (a,) for a in arrays]
 
     def forward(self, arrays: list[Array], carriers: list[Array]) -> Any:
         """Returns the results, and the backward pass with its residuals."""
@@ -210,7 +207,7 @@ class _OwnDerivative:
         saved = [leaf.array if _is_saved(leaf) else leaf for leaf in kept]
         marks = [leaf.layout if _is_saved(leaf) else None for leaf in kept]
         # The gradients of integers have the dtype float0.
-        avals = [_jaxprs.array_aval(var).to_tangent_aval() for var in self.equation.invars]
+        avals = [_programs.array_aval(var).to_tangent_aval() for var in self.equation.invars]
         floating = [n for n, aval in enumerate(avals) if aval.dtype != jax.dtypes.float0]
 
         def gradients(*saved: Array) -> list[Array]:
@@ -320,14 +317,14 @@ def run_in_fp32(closed: ClosedJaxpr, args: list[Array], wide: list[bool]) -> lis
         are in FP32, and so is all arithmetic with them.
       wide: for each result, True to return it in FP32.
     """
-    jaxpr, consts = jaxpr_body(_inlined(closed))
+    jaxpr, consts = _compat.jaxpr_body(_inlined(closed))
     pairs = list(zip(jaxpr.invars, args, strict=True))
     # Variables that can be computed in FP32, and those of them that are.
     possible = {var for var, arg in pairs if rounded(arg, var) is not arg}
     is_of_weights = bool(possible)
     factors = _OF_WEIGHTS if is_of_weights else _FACTORS
-    body = _analysis.Body(jaxpr)
-    flat = list(_jaxprs.equations(jaxpr, inside=False))
+    body = _programs.Body(jaxpr)
+    flat = list(_programs.equations(jaxpr, inside=False))
     for equation in flat:
         if _can_be_wide(equation, possible, factors):
             # FP32 variables that follow a 16-bit matmul, such as factors of rows, and 16-bit ones.
@@ -335,7 +332,7 @@ def run_in_fp32(closed: ClosedJaxpr, args: list[Array], wide: list[bool]) -> lis
             possible |= {
                 var
                 for var in equation.outvars
-                if is_16bit_aval(var.aval) or (is_after and _dtype(var) == _dtypes.FLOAT32)
+                if is_16bit_aval(var.aval) or (is_after and _dtype(var) == _core.FLOAT32)
             }
     outputs = [pair for pair in zip(jaxpr.outvars, wide, strict=True) if isinstance(pair[0], Var)]
     asked = {var for var, w in outputs if w}
@@ -352,18 +349,18 @@ def run_in_fp32(closed: ClosedJaxpr, args: list[Array], wide: list[bool]) -> lis
                 chosen.add(var)
     results = _Wide(chosen).run(ClosedJaxpr(jaxpr, consts), args)
     return [
-        r.astype(_dtypes.FLOAT32) if w else rounded(r, v)
+        r.astype(_core.FLOAT32) if w else rounded(r, v)
         for r, w, v in zip(results, wide, jaxpr.outvars, strict=True)
     ]
 
 
 def rounded(array: Array, var: Var | Literal) -> Array:
     """Returns an FP32 array in the dtype of its variable, if that has 16 bits."""
-    is_wide = is_16bit_aval(var.aval) and array.dtype == _dtypes.FLOAT32
+    is_wide = is_16bit_aval(var.aval) and array.dtype == _core.FLOAT32
     return array.astype(_dtype(var)) if is_wide else array
 
 
-class _Wide(_interpreter.Interpreter):
+class _Wide(_programs.Interpreter):
     """Interpreter that computes some variables in FP32 instead of 16 bits."""
 
     def __init__(self, variables: set[Var]) -> None:
@@ -371,21 +368,21 @@ class _Wide(_interpreter.Interpreter):
         self.variables = variables
 
     def equation(
-        self, equation: JaxprEqn, operands: list[Array], frame: _interpreter.Frame
+        self, equation: JaxprEqn, operands: list[Array], frame: _programs.Frame
     ) -> list[Array]:
         is_wide = not self.variables.isdisjoint(equation.outvars)
         if not is_wide or equation.primitive.name in MATMULS:
             operands = list(map(rounded, operands, equation.invars))
-        return as_list((_in_fp32 if is_wide else bind)(equation, operands))
+        return as_list((_in_fp32 if is_wide else _programs.bind)(equation, operands))
 
 
-class _Inline(_interpreter.Interpreter):
+class _Inline(_programs.Interpreter):
     """Interpreter that replaces calls by the operations inside."""
 
     def equation(
-        self, equation: JaxprEqn, operands: list[Array], frame: _interpreter.Frame
+        self, equation: JaxprEqn, operands: list[Array], frame: _programs.Frame
     ) -> list[Array]:
-        if equation.primitive.name in CALLS:
+        if equation.primitive.name in _programs.CALLS:
             return self.enter(equation, operands, frame)
         return self.bound(equation, operands)
 
@@ -393,10 +390,10 @@ class _Inline(_interpreter.Interpreter):
 def _inlined(closed: ClosedJaxpr) -> ClosedJaxpr:
     """Returns a jaxpr without calls of jitted functions and without unused equations."""
     inlined = closed
-    if not CALLS.isdisjoint(_analysis.primitives(closed)):
+    if not _programs.CALLS.isdisjoint(_programs.primitives(closed)):
         inlined = jax.make_jaxpr(lambda *args: _Inline().run(closed, args))(*closed.in_avals)
-    jaxpr, consts = jaxpr_body(inlined)
-    return ClosedJaxpr(_jaxprs.without_unused(jaxpr), consts)
+    jaxpr, consts = _compat.jaxpr_body(inlined)
+    return ClosedJaxpr(_programs.without_unused(jaxpr), consts)
 
 
 def _can_be_wide(equation: JaxprEqn, wide: set[Var], factors: frozenset[str]) -> bool:
@@ -406,7 +403,7 @@ def _can_be_wide(equation: JaxprEqn, wide: set[Var], factors: frozenset[str]) ->
         return name in MATMULS
     first, *_ = variables = [v if isinstance(v, Var) else None for v in equation.invars]
     if name == "convert_element_type":
-        return first in wide or _dtype(equation.invars[0]) == _dtypes.FLOAT32
+        return first in wide or _dtype(equation.invars[0]) == _core.FLOAT32
     if name in MOVES:
         return first in wide
     return name in factors and any(var in wide for var in variables)
@@ -421,14 +418,16 @@ def _in_fp32(equation: JaxprEqn, operands: list[Array]) -> Any:
     if name in MATMULS:
         if name == "conv_general_dilated" and (convolve := _in_parts(equation, operands)):
             return convolve(*operands)
-        if target() == "cpu" and any(map(is_16bit_aval, operands)):
-            return _wide.widened_product(
-                lambda *wide, **dtype: bind(equation, list(wide), **dtype), *operands
+        if _compat.target() == "cpu" and any(map(is_16bit_aval, operands)):
+            return _core.widened_product(
+                lambda *wide, **dtype: _programs.bind(equation, list(wide), **dtype), *operands
             )
-        return bind(equation, operands, preferred_element_type=_dtypes.FLOAT32)
+        return _programs.bind(equation, operands, preferred_element_type=_core.FLOAT32)
     if name == "convert_element_type":
         return operands[0]
-    return bind(equation, [o.astype(_dtypes.FLOAT32) if is_16bit_aval(o) else o for o in operands])
+    return _programs.bind(
+        equation, [o.astype(_core.FLOAT32) if is_16bit_aval(o) else o for o in operands]
+    )
 
 
 def _in_parts(equation: JaxprEqn, operands: list[Array]) -> Callable[..., Array] | None:
@@ -439,7 +438,9 @@ def _in_parts(equation: JaxprEqn, operands: list[Array]) -> Callable[..., Array]
     axis, which is the batch. None: it cannot be divided.
     """
     mesh, options = jax.typeof(operands[0]).sharding.mesh, equation.params
-    convolve = lambda *pair: bind(equation, [*pair], out_sharding=None).astype(_dtypes.FLOAT32)
+    convolve = lambda *pair: _programs.bind(equation, [*pair], out_sharding=None).astype(
+        _core.FLOAT32
+    )
     if mesh.size <= 1 or set(mesh.axis_types) == {AxisType.Manual}:
         return convolve
     lhs, rhs, _ = options["dimension_numbers"]
@@ -459,20 +460,18 @@ def _in_parts(equation: JaxprEqn, operands: list[Array]) -> Callable[..., Array]
 def run_forward(equation: JaxprEqn, operands: list[Array]) -> Any:
     """Runs an equation; a matmul is accumulated in FP32 over devices, too, and then rounded."""
     if equation.primitive.name not in MATMULS:
-        return bind(equation, operands)
+        return _programs.bind(equation, operands)
 
     lhs, rhs, *rest = operands
 
     def multiply(*pair: Array, **wide: object) -> Any:
-        return (_in_fp32 if wide else bind)(equation, [*pair, *rest])
+        return (_in_fp32 if wide else _programs.bind)(equation, [*pair, *rest])
 
-    return _wide.wide_product(multiply, lhs, rhs, _dtypes.FLOAT32).astype(
-        _dtype(equation.outvars[0])
-    )
+    return _core.wide_product(multiply, lhs, rhs, _core.FLOAT32).astype(_dtype(equation.outvars[0]))
 
 
 def is_16bit_aval(aval: object) -> bool:
     """Returns True for the type of a 16-bit floating-point array."""
     dtype = getattr(aval, "dtype", None)
     # NumPy does not know the extended dtypes of JAX, such as those of keys and of FP8 states.
-    return isinstance(dtype, np.dtype) and _dtypes.is_16bit(dtype)
+    return isinstance(dtype, np.dtype) and _core.is_16bit(dtype)

@@ -12,8 +12,8 @@ import numpy as np
 from jax import lax
 from jax.sharding import NamedSharding
 
-from jaxmp._core import _compat, _dtypes
-from jaxmp._core._typing import Array
+from jaxmp import _core, _programs
+from jaxmp._core import Array, _compat
 from jaxmp._gradients._fp32._derivatives import (
     MATMULS,
     MOVES,
@@ -47,10 +47,7 @@ from jaxmp._gradients._fp32._values import (
     entered,
     left,
 )
-from jaxmp._programs import _operations
-from jaxmp._programs._bind import bind
-from jaxmp._programs._constructs import BRANCHES, CALLS, REMATS, Form, call_of, form_of, scan_of
-from jaxmp._programs._interpreter import Entry, Frame, Interpreter
+from jaxmp._programs import Entry, Form, Frame, Interpreter
 
 # Operations that broadcast dimensions of size 1. The gradient of such an operand is a sum.
 _BROADCASTING = frozenset({"add", "add_any", "div", "max", "min", "mul", "sub"})
@@ -76,9 +73,9 @@ _ENTERED = {Form.CALL, Form.REMAT, Form.BRANCH, Form.SCAN, Form.SHARDS}
 _OF_ROWS = (
     MOVES
     | MATMULS
-    | CALLS
-    | REMATS
-    | BRANCHES
+    | _programs.CALLS
+    | _programs.REMATS
+    | _programs.BRANCHES
     | {"convert_element_type", "name", "sharding_constraint"}
 )
 
@@ -136,11 +133,11 @@ class _Gradients(Interpreter):
         if name not in _OF_ROWS:
             operands = [as_array(v) if isinstance(v, Selected) else v for v in operands]
         reads_weights = any(isinstance(operand, (Weight, Copy)) for operand in operands)
-        if not reads_weights or form_of(equation) not in _ENTERED:
+        if not reads_weights or _programs.form_of(equation) not in _ENTERED:
             self.check_known(equation)
             return _operation(equation, operands)
         results = self.enter(equation, operands, frame)
-        if form_of(equation) is Form.SHARDS:
+        if _programs.form_of(equation) is Form.SHARDS:
             return left(results, self.entered(operands, Entry.SHARD, operands))
         # NNX returns all Variables of the modules that it scans. Otherwise, XLA would copy weights,
         # and might split the copies over devices.
@@ -150,12 +147,12 @@ class _Gradients(Interpreter):
 
 def _sources(equation: _compat.JaxprEqn) -> list[int | None]:
     """Returns for each result of a remat or scan the index of the operand that it is."""
-    form = form_of(equation)
+    form = _programs.form_of(equation)
     if form is Form.REMAT:
-        return forwarded(_compat.jaxpr_body(call_of(equation).jaxpr)[0])
+        return forwarded(_compat.jaxpr_body(_programs.call_of(equation).jaxpr)[0])
     sources: list[int | None] = [None] * len(equation.outvars)
     if form is Form.SCAN:
-        loop = scan_of(equation)
+        loop = _programs.scan_of(equation)
         returned = forwarded(_compat.jaxpr_body(loop.jaxpr)[0])[loop.carry :]
         first = loop.consts + loop.carry
         sources[loop.carry :] = [n if n is not None and n >= first else None for n in returned]
@@ -207,18 +204,18 @@ def _move_weight(equation: _compat.JaxprEqn, operands: list[Value]) -> list[Valu
 
 
 def _convert_weight(equation: _compat.JaxprEqn, operands: list[Value]) -> list[Value]:
-    (weight,), dtype = operands, _operations.new_dtype_of(equation)
+    (weight,), dtype = operands, _programs.new_dtype_of(equation)
     assert isinstance(weight, Weight)
-    if _dtypes.is_16bit(dtype) and weight.array.dtype == _dtypes.FLOAT32:
+    if _core.is_16bit(dtype) and weight.array.dtype == _core.FLOAT32:
         return [_narrowed(weight, dtype)]
     return [computed_weight(result) for result in bound(equation, operands)]
 
 
 def _convert_rows(equation: _compat.JaxprEqn, operands: list[Value]) -> list[Value]:
     """Returns rows of the 16-bit copy of a table, which is gathered in 16 bits."""
-    (rows,), dtype = operands, _operations.new_dtype_of(equation)
+    (rows,), dtype = operands, _programs.new_dtype_of(equation)
     assert isinstance(rows, Rows)
-    if not _dtypes.is_16bit(dtype):
+    if not _core.is_16bit(dtype):
         return [*bound(equation, operands)]
     return [as_array(_narrowed(Weight(rows.array, None, rows.origin), dtype))]
 
@@ -237,7 +234,7 @@ def _custom_derivative(equation: _compat.JaxprEqn, operands: list[Value]) -> lis
     """Runs a function with its own derivative. One that quantizes gathers weights in FP8."""
     if any(map(_is_gathered_later, operands)) and quantizes(equation):
         operands = [
-            _narrowed(v, _dtypes.FLOAT32) if isinstance(v, Weight) and _is_gathered_later(v) else v
+            _narrowed(v, _core.FLOAT32) if isinstance(v, Weight) and _is_gathered_later(v) else v
             for v in operands
         ]
     return run_custom_derivative(equation, operands)
@@ -245,7 +242,7 @@ def _custom_derivative(equation: _compat.JaxprEqn, operands: list[Value]) -> lis
 
 def _is_gathered_later(value: Value) -> bool:
     """Returns True for an FP32 weight that is split, or was gathered before it is read."""
-    if not isinstance(value, Weight) or value.array.dtype != _dtypes.FLOAT32:
+    if not isinstance(value, Weight) or value.array.dtype != _core.FLOAT32:
         return False
     return value.origin is not None or (value.layout is not None and value.layout.is_split)
 
@@ -261,8 +258,8 @@ def _move(equation: _compat.JaxprEqn, operands: list[Value]) -> list[Value]:
     assert isinstance(copy, Copy)
     others = list(map(as_array, rest))
     layout = None if copy.layout is None else copy.layout.moved(equation)
-    low = as_list(bind(equation, [copy.whole if layout is None else copy.low, *others]))
-    carrier = as_list(bind(equation, [copy.carrier, *others]))
+    low = as_list(_programs.bind(equation, [copy.whole if layout is None else copy.low, *others]))
+    carrier = as_list(_programs.bind(equation, [copy.carrier, *others]))
     kind = type(copy)
     if name == "gather" and any(map(_is_data, rest)):
         kind = Selected
@@ -277,9 +274,9 @@ def _is_data(value: Value) -> bool:
 
 def _constrain(equation: _compat.JaxprEqn, operands: list[Value]) -> list[Value]:
     """Applies a sharding constraint. That of a parameter is its sharding."""
-    (value,), sharding = operands, _operations.sharding_of_result(equation)
+    (value,), sharding = operands, _programs.sharding_of_result(equation)
     assert isinstance(value, (Weight, Copy))
-    is_spec = isinstance(sharding, NamedSharding) and not _operations.is_partial(equation)
+    is_spec = isinstance(sharding, NamedSharding) and not _programs.is_partial(equation)
     if value.layout is None or not is_spec:
         if isinstance(value, Copy):
             return _move(equation, operands)
@@ -292,14 +289,14 @@ def _constrain(equation: _compat.JaxprEqn, operands: list[Value]) -> list[Value]
         if layout != value.layout:
             return [Weight(bound(equation, operands)[0], None, (value, equation, []))]
     if isinstance(value, Copy):
-        low, carrier = (bind(equation, [array]) for array in (value.low, value.carrier))
+        low, carrier = (_programs.bind(equation, [array]) for array in (value.low, value.carrier))
         return [value._replace(low=low, carrier=carrier, layout=layout)]
     return [Weight(bound(equation, operands)[0], layout)]
 
 
 def _reshard(equation: _compat.JaxprEqn, operands: list[Value]) -> list[Value]:
     """Moves a weight to another sharding of explicit mesh axes, after it was cast."""
-    (value,), sharding = operands, _operations.sharding_of_result(equation)
+    (value,), sharding = operands, _programs.sharding_of_result(equation)
     assert isinstance(value, (Weight, Copy))
     stored = jax.typeof(value.low if isinstance(value, Copy) else value.array).sharding
     if stored.mesh != sharding.mesh:
@@ -311,7 +308,7 @@ def _reshard(equation: _compat.JaxprEqn, operands: list[Value]) -> list[Value]:
         return _move_weight(equation, operands)
     if value.layout is None or value.layout.is_split:
         return _move(equation, operands)
-    carrier = bind(equation, [value.carrier])
+    carrier = _programs.bind(equation, [value.carrier])
     layout = dataclasses.replace(value.layout, stored=stored, gathered=sharding)
     return [Copy(value.low, carrier, layout)]
 
@@ -373,11 +370,11 @@ def _merge(equation: _compat.JaxprEqn, operands: list[Value]) -> list[Value]:
         elif isinstance(operand, Copy):
             wide.append(operand.carrier)
         elif isinstance(operand, Constant) or is_masked:
-            wide.append(jnp.asarray(array).astype(_dtypes.FLOAT32))
+            wide.append(jnp.asarray(array).astype(_core.FLOAT32))
             kind = kind if isinstance(operand, Constant) else Selected
         else:
             return _compute(equation, operands)
-    return [kind(bind(equation, low), bind(equation, wide), layout)]
+    return [kind(_programs.bind(equation, low), _programs.bind(equation, wide), layout)]
 
 
 def _common_layout(equation: _compat.JaxprEqn, operands: list[Value]) -> WeightLayout | None:
@@ -395,17 +392,17 @@ def _name(equation: _compat.JaxprEqn, operands: list[Value]) -> list[Value]:
     """Names a copy for the policies of `jax.checkpoint`."""
     (copy,) = operands
     assert isinstance(copy, Copy)
-    return [copy._replace(low=bind(equation, [copy.low]))]
+    return [copy._replace(low=_programs.bind(equation, [copy.low]))]
 
 
 def _convert_copy(equation: _compat.JaxprEqn, operands: list[Value]) -> list[Value]:
-    (copy,), dtype = operands, _operations.new_dtype_of(equation)
+    (copy,), dtype = operands, _programs.new_dtype_of(equation)
     assert isinstance(copy, Copy)
-    if _dtypes.is_16bit(dtype):
-        return [copy._replace(low=bind(equation, [copy.low]))]
+    if _core.is_16bit(dtype):
+        return [copy._replace(low=_programs.bind(equation, [copy.low]))]
     if isinstance(copy, Selected) or not jnp.issubdtype(dtype, jnp.floating):
         return [*bound(equation, operands)]
-    return [Weight(attached(bind(equation, [copy.low]), copy.carrier), copy.layout)]
+    return [Weight(attached(_programs.bind(equation, [copy.low]), copy.carrier), copy.layout)]
 
 
 # Rule for an operation, and for the class of its operands that decides. Others are computed.

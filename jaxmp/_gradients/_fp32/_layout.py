@@ -15,11 +15,10 @@ import jax
 from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from jaxmp._core._compat import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var, jaxpr_body
-from jaxmp._core._dtypes import is_fp8
-from jaxmp._core._typing import Array
-from jaxmp._programs import _analysis, _constructs, _jaxprs, _operations
-from jaxmp._programs._interpreter import Frame, Interpreter, Place
+from jaxmp import _core, _programs
+from jaxmp._core import Array, _compat
+from jaxmp._core._compat import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
+from jaxmp._programs import Frame, Interpreter, Place
 
 # Axes over which each dimension of an array is split.
 _Entries: TypeAlias = tuple[Any, ...]
@@ -113,7 +112,7 @@ class WeightLayout:
         """Returns the layout after an operation that moves elements; None: it cannot be applied."""
         if self.stored is None or self.gathered is None:
             return self
-        ndim = _jaxprs.array_aval(equation.invars[0]).ndim
+        ndim = _programs.array_aval(equation.invars[0]).ndim
         stored, gathered = (
             _moved(equation, _entries(sharding, ndim)) for sharding in (self.stored, self.gathered)
         )
@@ -197,7 +196,7 @@ def batch_axes(closed: ClosedJaxpr, is_param: list[bool]) -> tuple[Any, ...]:
     return analysis.axes
 
 
-class _BatchAxes(_analysis.Forward):
+class _BatchAxes(_programs.Forward):
     """For each variable, True if it depends on parameters and constants alone."""
 
     nothing = False
@@ -213,7 +212,7 @@ class _BatchAxes(_analysis.Forward):
         if self.axes or all(operands):
             return [all(operands)] * len(equation.outvars)
         if equation.primitive.name == "sharding_constraint":
-            sharding = _operations.sharding_of_result(equation)
+            sharding = _programs.sharding_of_result(equation)
             if isinstance(sharding, NamedSharding) and sharding.spec:
                 self.axes = _names(sharding.spec[0])
         self.enter(equation, operands, frame)
@@ -243,7 +242,7 @@ def _without(entry: object, axes: Sequence[object]) -> object:
 
 def _moved(equation: JaxprEqn, entries: _Entries) -> _Entries | None:
     """Returns the entries of a partition spec after an operation; None if there are none."""
-    dimensions = _operations.dimensions_of(equation)
+    dimensions = _programs.dimensions_of(equation)
     if dimensions is not None:
         return tuple(None if n is None else entries[n] for n in dimensions)
     name = equation.primitive.name
@@ -353,7 +352,7 @@ class _Gathering(Interpreter):
         results = super().run(jaxpr, args, place, own)
         if state is not None:
             return results
-        pairs = zip(jaxpr_body(jaxpr)[0].outvars, results, strict=True)
+        pairs = zip(_compat.jaxpr_body(jaxpr)[0].outvars, results, strict=True)
         return [
             (own.array(var, (array, mark)), None)
             if mark is not None and not mark.again
@@ -368,15 +367,15 @@ class _Gathering(Interpreter):
             if isinstance(operand, Var) and isinstance(result, Var):
                 own.sources[result] = own.sources.get(operand, operand)
         is_split = any(mark is not None and mark.is_split for _, mark in operands)
-        if equation.primitive.name in _constructs.CALLS and is_split:
+        if equation.primitive.name in _programs.CALLS and is_split:
             return self.enter(equation, operands, frame, state=own)
         if (
-            equation.primitive.name in _constructs.CUSTOM_DERIVATIVES
-            and _constructs.call_of(equation).is_empty
+            equation.primitive.name in _programs.CUSTOM_DERIVATIVES
+            and _programs.call_of(equation).is_empty
         ):
             # A function that returns arguments unchanged.
             out = self.bound(equation, [array for array, _ in operands])
-            sources = forwarded(jaxpr_body(_constructs.call_of(equation).jaxpr)[0])
+            sources = forwarded(_compat.jaxpr_body(_programs.call_of(equation).jaxpr)[0])
             marks = (None if n is None else operands[n][1] for n in sources)
             return list(zip(out, marks, strict=True))
         can_wait, mark = _mark(equation, operands)
@@ -430,10 +429,10 @@ def _is_reduction(equation: JaxprEqn) -> bool:
     """Returns True for a function with a custom batching rule that only reduces its arguments."""
     if equation.primitive.name != "custom_vmap_call":
         return False
-    names = set().union(*map(_analysis.primitives, _constructs.sub_jaxprs(equation)))
+    names = set().union(*map(_programs.primitives, _programs.sub_jaxprs(equation)))
     return (
         not REDUCTIONS.isdisjoint(names)
-        and names <= ELEMENTWISE | REDUCTIONS | _constructs.CALLS | _SHAPES
+        and names <= ELEMENTWISE | REDUCTIONS | _programs.CALLS | _SHAPES
     )
 
 
@@ -460,11 +459,11 @@ class Saved:
 # ---------------------------------------------------------------------------
 
 
-class _Forwarded(_analysis.Forward):
+class _Forwarded(_programs.Forward):
     """For each variable, the index of the argument that it is; None if it is computed."""
 
     def equation(self, equation: JaxprEqn, operands: list[Any], frame: Frame) -> list[Any]:
-        if equation.primitive.name in _constructs.CALLS | _constructs.REMATS:
+        if equation.primitive.name in _programs.CALLS | _programs.REMATS:
             return self.enter(equation, operands, frame)
         return self.bound(equation, operands)
 
@@ -477,15 +476,16 @@ def forwarded(jaxpr: Jaxpr) -> list[int | None]:
 def quantizes(equation: JaxprEqn) -> bool:
     """Returns True if a function casts to FP8."""
     return any(
-        inner.primitive.name == "convert_element_type" and is_fp8(_operations.new_dtype_of(inner))
-        for jaxpr in _constructs.sub_jaxprs(equation)
-        for inner in _jaxprs.equations(jaxpr)
+        inner.primitive.name == "convert_element_type"
+        and _core.is_fp8(_programs.new_dtype_of(inner))
+        for jaxpr in _programs.sub_jaxprs(equation)
+        for inner in _programs.equations(jaxpr)
     )
 
 
 def loops(equation: JaxprEqn) -> bool:
     """Returns True if a function contains a loop."""
     return any(
-        not _constructs.LOOPS.isdisjoint(_analysis.primitives(jaxpr))
-        for jaxpr in _constructs.sub_jaxprs(equation)
+        not _programs.LOOPS.isdisjoint(_programs.primitives(jaxpr))
+        for jaxpr in _programs.sub_jaxprs(equation)
     )

@@ -9,12 +9,11 @@ from typing import Any, NamedTuple, TypeAlias
 import jax
 import jax.numpy as jnp
 
-from jaxmp._core import _dtypes
+from jaxmp import _core, _programs
+from jaxmp._core import Array, DTypeLike
 from jaxmp._core._compat import JaxprEqn
-from jaxmp._core._typing import Array, DTypeLike
 from jaxmp._gradients._fp32._layout import WeightLayout, gathered
-from jaxmp._programs._bind import bind
-from jaxmp._programs._interpreter import Entry
+from jaxmp._programs import Entry
 
 
 class Weight(NamedTuple):
@@ -129,8 +128,8 @@ def computed_weight(value: Value, layout: WeightLayout | None = None) -> Value:
     array = jnp.asarray(as_array(value))
     if not jnp.issubdtype(array.dtype, jnp.floating):
         return array
-    if _dtypes.is_16bit(array.dtype):
-        return copy_of(array.astype(_dtypes.FLOAT32), array, layout)
+    if _core.is_16bit(array.dtype):
+        return copy_of(array.astype(_core.FLOAT32), array, layout)
     return Weight(array, layout)
 
 
@@ -153,7 +152,7 @@ def left(results: Sequence[Value], operands: Sequence[Value]) -> list[Value]:
 
 def bound(equation: JaxprEqn, operands: list[Value]) -> list[Array]:
     """Returns the results of an equation with other operands."""
-    return as_list(bind(equation, list(map(as_array, operands))))
+    return as_list(_programs.bind(equation, list(map(as_array, operands))))
 
 
 def as_list(out: Array | list[Array]) -> list[Array]:
@@ -172,7 +171,7 @@ def _attached_fwd(low: Array, carrier: Array) -> tuple[Array, None]:
 
 
 def _attached_bwd(_: None, cotangent: Array) -> tuple[Array | None, Array]:
-    return no_gradient(cotangent, cotangent.dtype), cotangent.astype(_dtypes.FLOAT32)
+    return no_gradient(cotangent, cotangent.dtype), cotangent.astype(_core.FLOAT32)
 
 
 attached.defvjp(_attached_fwd, _attached_bwd)

@@ -18,8 +18,7 @@ from jaxmp._core._typing import PyTree
 from jaxmp._tools.audit import _compile, _trace
 from jaxmp._tools.audit._hlo import Program
 from jaxmp._tools.memory._cache import compiler_of
-from jaxmp._tools.memory._liveness import Value, largest_use
-from jaxmp._tools.memory._shards import Shards, bytes_of, parts_of
+from jaxmp._tools.memory._liveness import Argument, Liveness
 from jaxmp._tools.report import _section
 from jaxmp._tools.report._progress import progress_bar
 from jaxmp._tools.report._views import Report
@@ -129,23 +128,25 @@ class MemoryEstimate(Report):
 
     def _verdict(self) -> _section.Section:
         text, usable = _section.bytes_text, _section.bytes_text(self.usable)
-        if not self.target:
-            fits = "The bytes are those of one device."
-        elif self.fits:
-            left = text(self.usable - self.most)
-            fits = f"It fits in {self.target}, and leaves {left} of the usable {usable}."
-        elif self.fits is None:
-            fits = f"It may fit in {self.target}, of which {usable} are usable."
-        else:
-            lack = text(self.least - self.usable) + " or more" * (not self.compiler)
-            fits = f"It does not fit in {self.target}: it lacks {lack} beside the usable {usable}."
+        left, lack = text(self.usable - self.most), text(self.least - self.usable)
+        lack += " or more" * (not self.compiler)
+        fits = {
+            True: f"It fits in {self.target}, and leaves {left} of the usable {usable}.",
+            None: f"It may fit in {self.target}, of which {usable} are usable.",
+            False: f"It does not fit in {self.target}: it lacks {lack} beside the usable {usable}.",
+        }[self.fits]
+        fits = fits if self.target else "The bytes are those of one device."
         if self.preallocates:
             fits += f" JAX uses {self.share:.0%} of {text(self.memory)};"
             fits += " XLA_PYTHON_CLIENT_MEM_FRACTION sets the share."
         size = f"{text(self.most)} (compiled by {self.compiler})"
         if not self.compiler:
             size = f"{text(self.least)} to {text(self.most)} (estimated)"
-            fits += f" {_range_text()} Not compiled: {self.reason}."
+            one, several = _errors()["one"], _errors()["several"]
+            fits += " The arguments are exact; the range of the rest contains"
+            fits += f" {one['inside']} of {one['programs']} programs that were compiled for one"
+            fits += f" device, and {several['inside']} of {several['programs']} for several."
+            fits += f" Not compiled: {self.reason}."
         mood = "bad" if self.fits is False else "good" if self.fits else ""
         title = f"Memory of {self.function or 'the step'}: {size}"
         return _section.Section(title, fits, mood=mood)
@@ -158,15 +159,6 @@ def _errors() -> dict[str, dict[str, Any]]:
     `python benchmarks/memory_estimates.py --calibrate` writes the file.
     """
     return tomllib.loads(Path(__file__).with_name("errors.toml").read_text("utf-8"))
-
-
-def _range_text() -> str:
-    single, several = _errors()["one"], _errors()["several"]
-    return (
-        "The arguments are exact; the range of the rest contains"
-        f" {single['inside']} of {single['programs']} programs that were compiled for one device,"
-        f" and {several['inside']} of {several['programs']} for several."
-    )
 
 
 def estimate_memory(
@@ -290,24 +282,21 @@ def _compiled(
 def _estimated(traced: _trace.Traced) -> tuple[Counter[str], int, int]:
     """Returns the bytes of each kind from shapes, and the range of their sum."""
     asked, donated = _compile.asked_by(traced.jaxpr)
-    shardings = [
-        getattr(array, "sharding", None) or asked.get(n) for n, array in enumerate(traced.arrays)
+    rows = zip(traced.arrays, _kinds_of_arguments(traced), strict=True)
+    arguments = [
+        Argument(array, getattr(array, "sharding", None) or asked.get(n), kind)
+        for n, (array, kind) in enumerate(rows)
     ]
-    rows = list(zip(traced.arrays, shardings, _kinds_of_arguments(traced), strict=True))
-    shards = Shards(traced.closed, rows)
-    sizes = [bytes_of(array) // parts_of(array, sharding) for array, sharding, _ in rows]
     counts = Counter[str]()
-    for (_, _, kind), size in zip(rows, sizes, strict=True):
-        counts[kind] += size
-    outputs = sum(map(shards.size, traced.jaxpr.outvars))
-    counts["results"] = max(0, outputs - sum(sizes[n] for n in donated))
+    for each in arguments:
+        counts[each.kind] += each.bytes
+    temporary, outputs = Liveness(arguments).measure(traced.closed)
+    counts["results"] = max(0, outputs - sum(arguments[n].bytes for n in donated))
     known = counts.total()
-    arguments = [Value(0, read=size) for size in sizes]
-    counts["temporary"] = temporary = largest_use(traced.closed, arguments, shards)
-    is_divided = any(parts_of(array, sharding) > 1 for array, sharding, _ in rows)
-    error = _errors()["several" if is_divided else "one"]
-    most = known + int(temporary * error["high"]) + _WORKSPACE
-    return counts, known + int(temporary * error["low"]), most
+    counts["temporary"] = temporary
+    error = _errors()["several" if any(each.parts > 1 for each in arguments) else "one"]
+    least, most = (known + int(temporary * error[end]) for end in ("low", "high"))
+    return counts, least, most + _WORKSPACE
 
 
 def _kinds_of_arguments(traced: _trace.Traced) -> list[str]:

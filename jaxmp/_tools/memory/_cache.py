@@ -7,25 +7,19 @@ import hashlib
 import importlib.metadata
 import json
 import os
+import types
 import zlib
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from jaxmp._core._targets import Target
 from jaxmp._tools.audit._compile import compile_lowered
 
 _COMPILERS = ("jax", "jaxlib", "jax-cuda12-plugin", "jax-cuda13-plugin", "libtpu")
 _FLAGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
-
-
-class StoredMemory(NamedTuple):
-    """The fields of `CompiledMemoryStats` that reports use, in bytes on each device."""
-
-    argument_size_in_bytes: int
-    output_size_in_bytes: int
-    alias_size_in_bytes: int
-    temp_size_in_bytes: int
+# The fields of `CompiledMemoryStats` that reports use, in bytes on each device.
+_SIZES = [f"{name}_size_in_bytes" for name in ("argument", "output", "alias", "temp")]
 
 
 def compiler_of(
@@ -57,14 +51,14 @@ def compiler_of(
         text = json.dumps(settings) + lowered.as_text()
         file = path / hashlib.sha256(text.encode()).hexdigest()
         with contextlib.suppress(OSError, ValueError, zlib.error):
-            program, *sizes = json.loads(zlib.decompress(file.read_bytes()))
-            return program, StoredMemory(*sizes)
-        program, stats = compile_lowered(lowered, options)
-        memory = StoredMemory(*(getattr(stats, name) for name in StoredMemory._fields))
+            program, sizes = json.loads(zlib.decompress(file.read_bytes()))
+            return program, types.SimpleNamespace(**sizes)
+        program, memory = compile_lowered(lowered, options)
+        sizes = {name: getattr(memory, name) for name in _SIZES}
         with contextlib.suppress(OSError):
             file.parent.mkdir(parents=True, exist_ok=True)
             partial = file.with_suffix(f".partial-{os.getpid()}")
-            partial.write_bytes(zlib.compress(json.dumps([program, *memory]).encode()))
+            partial.write_bytes(zlib.compress(json.dumps([program, sizes]).encode()))
             partial.replace(file)
         return program, memory
 

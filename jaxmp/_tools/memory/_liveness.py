@@ -1,192 +1,251 @@
 """Estimates the temporary memory of a traced program from the lifetimes of its arrays.
 
 Matmuls, convolutions, loops, reductions and library calls are kernels, which write their results
-into memory. Another operation is computed in the kernels that read it, unless a library reads it,
-or it has several readers, and writing its result moves fewer bytes than computing it again. An
-array occupies memory from its kernel to its last reader. XLA decides more than that: the measured
-errors are in `errors.toml`.
+into memory in the order of the program. Another operation is computed in the kernels that read it;
+a library reads its operands from memory, into which a kernel writes them before. An array occupies
+memory from its kernel to its last reader. XLA decides more than that: the measured errors are in
+`errors.toml`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from typing import Any, NamedTuple
+import collections
+import copy
+import itertools
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple, TypeAlias
+
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxmp._core._compat import jaxpr_body
-from jaxmp._programs import _jaxprs
-from jaxmp._programs._constructs import CONSTRUCTS, OPAQUE_CALLS, Form, inners
-from jaxmp._tools.memory._shards import Shards
+from jaxmp._programs import _analysis, _operations
+from jaxmp._programs._constructs import CONSTRUCTS, OPAQUE_CALLS, Form, Inner, inners
+from jaxmp._programs._matmuls import MATMULS
+
+# Axes of the mesh that divide an array; None for one that depends on no argument, such as zeros,
+# which XLA divides like the arrays that they are combined with.
+Axes: TypeAlias = frozenset[str] | None
+_NONE = frozenset[Any]()
 
 # Operations whose results are the same arrays in memory. Matmuls read transposed operands.
 _VIEWS = frozenset(
-    {"copy", "expand_dims", "name", "pcast", "pvary", "reshape", "reshard", "squeeze"}
-    | {"bitcast_convert_type", "sharding_constraint", "stop_gradient", "transpose"}
-    | {"optimization_barrier"}
+    {"copy", "expand_dims", "name", "pcast", "pvary", "reshape", "squeeze", "stop_gradient"}
+    | {"bitcast_convert_type", "optimization_barrier", "transpose"}
 )
-# Kernels that compute their operands themselves.
-_REDUCTIONS = ("reduce", "arg", "scatter", "cum", "dynamic_update_slice", "concatenate")
-# Operations that take longer to compute again than to read.
-_COSTLY = frozenset({"erf", "erfc", "erf_inv", "lgamma", "digamma"})
-# Name of an operation for a loop or branches, whose jaxprs have their own memory.
-_APART = "apart"
-_MATMULS = frozenset({"conv_general_dilated", "dot_general", "ragged_dot", "scaled_matmul"})
-_LIBRARY = (
-    _MATMULS
-    | {"custom_call", _APART}
-    | {"cholesky", "eigh", "fft", "lu", "qr", "sort", "svd", "top_k", "triangular_solve"}
-    | {"all_gather", "all_to_all", "ppermute", "psum", "psum_invariant", "reduce_scatter"}
-    | {"pallas_call", "rng_bit_generator"}
-)
+_PLACEMENTS = ("reshard", "sharding_constraint")
+# Beginnings of kernels that compute their operands themselves, and of collectives.
+_KERNELS = ("reduce", "arg", "scatter", "cum", "dynamic_update_slice", "concatenate")
+_KERNELS += ("all_", "ppermute", "psum")
+# Other single results that libraries compute.
+_LIBRARY = {*MATMULS, "cholesky", "custom_call", "fft", "pallas_call", "sort", "triangular_solve"}
 
 
-class Value:
-    """An array in memory.
+class Argument(NamedTuple):
+    """An array among the arguments of a program, its sharding, and its kind in the report."""
 
-    Args:
-      size: bytes of temporary memory on each device; 0 for arguments of the program.
-      read: bytes that a kernel reads; None for `size`.
-    """
-
-    def __init__(self, size: int, read: int | None = None) -> None:
-        self.bytes, self.read = size, size if read is None else read
-        # The arrays in memory that a kernel reads to compute it; itself if it is in memory.
-        self.roots: frozenset[Value] = frozenset((self,))
-        self.readers: list[_Operation] = []
-        self.is_result = False
-
-
-class _Operation(NamedTuple):
-    name: str
-    # Those of a kernel are the arrays in memory that it reads.
-    operands: Collection[Value]
-    results: list[Value]
-    inside: int  # bytes that the jaxprs inside require
-    # The operands in whose memory a loop writes its carry.
-    carried: Sequence[Value]
+    array: Any
+    sharding: Any
+    kind: str
 
     @property
-    def is_library(self) -> bool:
-        """True for a kernel that is not generated for its operands and readers."""
-        return self.name in _LIBRARY or "attention" in self.name
+    def parts(self) -> int:
+        """Number of parts into which the devices split the array."""
+        if not isinstance(self.sharding, NamedSharding) or not self.array.size:
+            return 1
+        return self.array.size // math.prod(self.sharding.shard_shape(self.array.shape))
 
-    def is_kernel(self, roots: frozenset[Value]) -> bool:
-        """Returns True if the results are written into memory."""
-        if self.is_library or len(self.results) != 1 or self.name.startswith(_REDUCTIONS):
-            return True
-        (result,) = self.results
-        if result.is_result or any(reader.is_library for reader in result.readers):
-            return True
-        again = len(result.readers) - 1
-        is_slow = sum(root.read for root in roots) * again > (again + 2) * result.bytes
-        return again > 0 and (is_slow or self.name in _COSTLY)
+    @property
+    def bytes(self) -> int:
+        """Bytes on each device."""
+        return _bytes_of(self.array) // self.parts
 
 
-def largest_use(jaxpr: Any, arguments: Sequence[Value], shards: Shards) -> int:
-    """Returns the most bytes of temporary arrays that exist at once.
+class _Array:
+    """An array of a program.
 
     Args:
-      jaxpr: open or closed. Its results are not temporary.
-      arguments: one for each argument of the program.
-      shards: the division of arrays among devices, of which one is measured.
+      size: bytes on each device.
+      axes: those of tensor parallelism that divide it.
+      sources: the arrays that the kernels which read it compute it from; None if it is in memory.
     """
-    operations: list[_Operation] = []
-    results = _flatten(jaxpr_body(jaxpr)[0], arguments, shards, operations)
-    for value in results:
-        value.is_result = True
-    needed = set(results)
-    kept: list[_Operation] = []
-    for operation in reversed(operations):
-        if not needed.isdisjoint(operation.results):
-            kept.append(operation)
-            needed.update(operation.operands)
-            for value in dict.fromkeys(operation.operands):
-                value.readers.append(operation)
-    kernels: list[_Operation] = []
-    for operation in reversed(kept):
-        roots = frozenset[Value]().union(*(value.roots for value in operation.operands))
-        if operation.is_kernel(roots):
-            kernels.append(operation._replace(operands=roots))
-        else:
-            operation.results[0].roots = roots
-    # XLA takes the order with the smallest peak.
-    return min(_peak(_ordered(kernels, late)) for late in (False, True))
+
+    def __init__(self, size: int, axes: Axes, sources: Sequence[_Array] | None = None) -> None:
+        self.bytes, self.axes, self.sources = size, axes, sources
 
 
-def _flatten(
-    jaxpr: Any, arguments: Sequence[Value], shards: Shards, operations: list[_Operation]
-) -> list[Value]:
-    """Appends the operations of a jaxpr, with those of its calls, and returns its results."""
-    values: dict[Any, Value] = dict(zip(jaxpr.invars, arguments, strict=True))
+class _Kernel(NamedTuple):
+    reads: set[_Array]
+    writes: list[_Array]
+    is_library: bool = False
+    inside: int = 0  # bytes that the jaxprs inside require
 
-    def read(var: Any) -> Value:
-        return Value(0) if _jaxprs.is_literal(var) else values.setdefault(var, Value(0))
 
-    for equation in _jaxprs.equations(jaxpr, inside=False):
-        name, operands = equation.primitive.name, [read(var) for var in equation.invars]
+class Liveness(_analysis.Forward):
+    """Kernels of a program on one of its devices.
+
+    An array of the size of a parameter is divided as it is, and another one as the batch is. Axes
+    that divide parameters and not the batch, as in tensor parallelism, also divide the arrays to
+    which operations pass them.
+    """
+
+    consequence = "the memory of the operations inside is not counted"
+    nothing = _Array(0, None, ())
+
+    def __init__(self, arguments: Sequence[Argument]) -> None:
+        super().__init__()
+        self._kernels: list[_Kernel] = []
+        parameters, inputs = (
+            [each for each in arguments if each.kind == kind] for kind in ("parameters", "inputs")
+        )
+        # Axis -> devices, number of elements of a parameter -> its parts, and those of the batch.
+        shardings = [
+            each.sharding for each in arguments if isinstance(each.sharding, NamedSharding)
+        ]
+        self._devices = dict(collections.ChainMap(*(each.mesh.shape for each in shardings)))
+        self._parameters = {each.array.size: each.parts for each in parameters}
+        self._batch = max((each.parts for each in inputs), default=1)
+        of_inputs = _NONE.union(*(_axes_of(each.sharding) for each in inputs))
+        self._axes = _NONE.union(*(_axes_of(each.sharding) for each in parameters)) - of_inputs
+        self._arguments = [
+            _Array(each.bytes, _axes_of(each.sharding) & self._axes) for each in arguments
+        ]
+        # Shape -> the axes of the last array of this shape.
+        self._passed = dict[tuple[int, ...], frozenset[str]]()
+
+    def measure(self, jaxpr: Any) -> tuple[int, int]:
+        """Returns the most bytes of temporary arrays that exist at once, and those of results."""
+        results = self.run(jaxpr, self._arguments)
+        rows = zip(jaxpr_body(jaxpr)[0].outvars, results, strict=True)
+        return self._peak(results), sum(self._size(var.aval, each.axes) for var, each in rows)
+
+    def equation(self, equation: Any, operands: list[Any], frame: Any) -> list[Any]:
+        """Adds the kernel of an operation, if it has one, and returns its results."""
+        self.check_known(equation)
+        name = equation.primitive.name
         inside = inners(equation) if name in CONSTRUCTS | OPAQUE_CALLS else []
         is_apart = any(
             inner.form is Form.BRANCH or (inner.is_loop and inner.length != 1) for inner in inside
         )
-        if len(inside) == 1 and not is_apart:
-            results = _flatten(inside[0].jaxpr, operands, shards, operations)
-        elif name in _VIEWS:
-            results = operands
+        if inside and not is_apart:
+            own = self._on_shards() if inside[0].form is Form.SHARDS else self
+            return own.enter(equation, operands, frame)
+        axes, below = [self._axes_of_result(equation, operands)] * len(equation.outvars), 0
+        if name in _VIEWS or (name in _PLACEMENTS and axes[0] == operands[0].axes):
+            return operands
+        for inner in inside:
+            own, size = self._measure_inside(inner, operands)
+            axes, below = own if len(own) == len(axes) else axes, max(below, size)
+        is_summed = not is_apart and name not in MATMULS
+        pairs = zip(equation.outvars, axes, strict=True)
+        results = [_Array(self._size(var.aval, own, is_summed), own) for var, own in pairs]
+        is_library = is_apart or name in _LIBRARY or "attention" in name
+        for operand in operands if is_library else ():
+            # XLA makes constants, such as the zeros of a sum, in place.
+            reads = _in_memory([operand]) if operand.sources else None
+            if reads:
+                self._kernels.append(_Kernel(reads, [operand]))
+                operand.sources = None
+        if is_library or len(results) != 1 or name.startswith(_KERNELS):
+            self._kernels.append(_Kernel(_in_memory(operands), results, is_library, below))
         else:
-            below, carried = 0, list[Value]()
-            for inner in inside if is_apart else ():
-                rows = zip(inner.jaxpr.invars, inner.indices, strict=True)
-                sizes = [(shards.size(var), index) for var, index in rows]
-                own = [Value(size * (index is None), read=size) for size, index in sizes]
-                below = max(below, largest_use(inner.jaxpr, own, shards))
-                outside = (inner.indices[n] for n in inner.carried)
-                carried += [operands[n] for n in outside if n is not None]
-            is_summed = not is_apart and name not in _MATMULS
-            results = [Value(shards.size(var, is_summed)) for var in equation.outvars]
-            name = _APART if is_apart else name
-            operations.append(_Operation(name, operands, results, below, carried))
-        values.update(zip(equation.outvars, results, strict=False))
-    return [read(var) for var in jaxpr.outvars]
+            results[0].sources = operands
+        return results
+
+    def join(self, first: _Array, second: _Array) -> _Array:
+        """Returns the carry of a loop, which runs once."""
+        del second
+        return first
+
+    def _on_shards(self) -> Liveness:
+        """Returns an analysis of a `shard_map`, whose arrays are parts already."""
+        own = copy.copy(self)
+        own._parameters, own._batch, own._devices = {}, 1, dict.fromkeys(self._devices, 1)
+        return own
+
+    def _measure_inside(self, inner: Inner, operands: list[_Array]) -> tuple[list[Axes], int]:
+        """Returns the axes of the results of a loop or branch, and the bytes that it requires."""
+        body = copy.copy(self)
+        body._kernels = []
+        own = [_Array(0, None if n is None else operands[n].axes) for n in inner.indices]
+        results = body.run(inner.jaxpr, own)
+        return [each.axes for each in results], body._peak(results)
+
+    def _axes_of_result(self, equation: Any, operands: list[_Array]) -> Axes:
+        """Returns the axes that an operation passes from its operands to its results."""
+        name, axes = equation.primitive.name, [operand.axes for operand in operands]
+        sharding = _operations.sharding_of_result(equation) if name in _PLACEMENTS else None
+        # One that leaves dimensions to XLA keeps the axes.
+        if isinstance(sharding, NamedSharding) and PartitionSpec.UNCONSTRAINED not in sharding.spec:
+            return _axes_of(sharding) & self._axes
+        has_batch = name == "dot_general" and bool(_operations.dot_of(equation).batch[0])
+        if name in MATMULS and not has_batch:
+            # If they divide both operands, they divide the dimension that is summed.
+            return (axes[0] or _NONE) ^ (axes[1] or _NONE)
+        # An array into which updates are scattered, and the rows that indices choose.
+        known = axes[:1] if name.startswith("scatter") else axes[1:] if name == "gather" else axes
+        known = [each for each in known if each is not None]
+        return _NONE.union(*known) if known else None
+
+    def _size(self, aval: Any, axes: Axes, is_summed: bool = True) -> int:
+        """Returns the bytes of an array on each device.
+
+        Args:
+          aval: its type.
+          axes: those that divide it.
+          is_summed: False for an array that may be a gradient, which XLA sums over the batch, and
+            divides, after it is whole.
+        """
+        shape, size = getattr(aval, "shape", ()), getattr(aval, "size", 0)
+        axes = self._passed.get(shape, _NONE) if axes is None else axes
+        self._passed[shape] = axes
+        parts = math.prod(self._devices[axis] for axis in axes)
+        if size not in self._parameters:
+            parts *= self._batch
+        elif is_summed:
+            parts = self._parameters[size]
+        return _bytes_of(aval) // parts
+
+    def _peak(self, results: list[_Array]) -> int:
+        """Returns the most bytes of the arrays of all kernels that exist at once."""
+        first = {array: n for n, each in enumerate(self._kernels) for array in each.writes}
+        # A kernel that is no library writes into an operand that nothing else reads, and one of
+        # results runs when its operands exist.
+        readers = [(each.reads, n - (not each.is_library)) for n, each in enumerate(self._kernels)]
+        for reads in map(_in_memory, ([result] for result in results)):
+            readers.append((reads, max((first.get(array, 0) for array in reads), default=0)))
+        last = dict(first)
+        for reads, n in readers:
+            last |= {array: max(last[array], n) for array in reads if array in last}
+        changes = [0] * (len(self._kernels) + 1)
+        for array in first.keys() - set(results):
+            changes[first[array]] += array.bytes
+            changes[last[array] + 1] -= array.bytes
+        totals = zip(itertools.accumulate(changes), self._kernels, strict=False)
+        return max((total + kernel.inside for total, kernel in totals), default=0)
 
 
-def _ordered(kernels: list[_Operation], late: bool) -> list[_Operation]:
-    """Moves kernels of results behind their operands, and others to their first reader.
-
-    Args:
-      kernels: those of the program.
-      late: True to move all generated kernels to their first reader; False for those of arguments.
-    """
-    made = {value: n for n, kernel in enumerate(kernels) for value in kernel.results}
-    places = [float(n) for n in range(len(kernels))]
-    first: dict[Value, float] = {}
-    for n, kernel in reversed(list(enumerate(kernels))):
-        read, results = kernel.operands, kernel.results
-        if not kernel.is_library and all(value.is_result for value in results):
-            places[n] = max((made[value] + 0.5 for value in read if value in made), default=n)
-        elif (late and not kernel.is_library) or made.keys().isdisjoint(read):
-            places[n] = min((first[value] - 0.5 for value in results if value in first), default=n)
-        for value in read:
-            first[value] = min(places[n], first.get(value, places[n]))
-    return [kernels[n] for n in sorted(range(len(kernels)), key=lambda n: (places[n], n))]
+def _in_memory(arrays: Iterable[_Array]) -> set[_Array]:
+    """Returns the arrays in memory that a kernel which computes some arrays reads."""
+    known, waiting = set[_Array](), list(arrays)
+    while waiting:
+        array = waiting.pop()
+        if array not in known:
+            known.add(array)
+            waiting += array.sources or ()
+    return {array for array in known if array.sources is None}
 
 
-def _peak(kernels: list[_Operation]) -> int:
-    """Returns the largest number of bytes of arrays between their kernel and their last reader."""
-    last = {value: n for n, kernel in enumerate(kernels) for value in kernel.operands}
-    live: dict[Value, int] = {}
-    largest = total = 0
-    for n, kernel in enumerate(kernels):
-        new = {
-            value: value.bytes
-            for value in kernel.results
-            if not value.is_result and (value in last or kernel.is_library)
-        }
-        # Elementwise kernels and loops write into operands that nothing else reads.
-        owned = kernel.carried if kernel.is_library else kernel.operands
-        dying = sum(live.get(value, 0) for value in set(owned) if last.get(value) == n)
-        live |= new
-        total += sum(new.values())
-        largest = max(largest, total - min(dying, sum(new.values())) + kernel.inside)
-        for value in {*kernel.operands, *new}:
-            if last.get(value, n) == n:
-                total -= live.pop(value, 0)
-    return largest
+def _axes_of(sharding: Any) -> frozenset[str]:
+    """Returns the axes of the mesh that divide an array."""
+    spec = sharding.spec if isinstance(sharding, NamedSharding) else ()
+    parts = (part if isinstance(part, tuple) else (part,) for part in spec)
+    return frozenset(axis for part in parts for axis in part if isinstance(axis, str))
+
+
+def _bytes_of(aval: Any) -> int:
+    """Returns the bytes of an array; 0 for values that are none."""
+    dtype = getattr(aval, "dtype", None)
+    # Flax's dtype of FP8 scales has no size; they are FP32.
+    itemsize = 0 if dtype is None else getattr(dtype, "itemsize", 4)
+    return itemsize * math.prod(getattr(aval, "shape", ()))
