@@ -8,7 +8,7 @@ from jaxmp._tools.audit._checks import CHECKS, Check
 PAGE = Path(__file__).with_name("findings.md")
 
 
-def row(check: type[Check]) -> str:
+def row(check: Check) -> str:
     """Returns the row of a check."""
     fix = " ".join(f"`{line.strip()}`" for line in check.fix.splitlines())
     cells = (f"`{check.id}`", check.severity, check.needs_target, check.explanation, fix)

@@ -1177,7 +1177,7 @@ def test_the_documentation_contains_the_table_of_checks():
 
 def test_an_id_of_a_check_is_unique():
     with pytest.raises(ValueError, match="two checks have the id 'fp32_matmul'"):
-        type("Other", (Check,), {"id": "fp32_matmul", "fix": ""})
+        Check(id="fp32_matmul", severity="error", explanation="", fix="")
 
 
 def test_json_round_trip(faulty):

@@ -18,16 +18,13 @@ from jaxmp._tools.audit import _auditor, _checks, _labels, _trace
 from jaxmp._tools.audit._checks import Check, OpOccurrence
 from jaxmp._tools.report import _section
 
-
-class UnfusedAttentionCheck(Check):
-    """Attention does not run as a fused kernel: it is written as two matmuls and a softmax, or
-    jaxmp's attention cannot use a fused kernel, for the reason in the message.
-    """
-
-    id = "unfused_attention"
-    fix = "jax.nn.dot_product_attention(query, key, value, implementation='cudnn')"
-    severity = _checks.NOTE
-
+UNFUSED_ATTENTION = Check(
+    id="unfused_attention",
+    severity=_checks.NOTE,
+    explanation="Attention does not run as a fused kernel: it is written as two matmuls and a"
+    " softmax, or jaxmp's attention cannot use a fused kernel, for the reason in the message.",
+    fix="jax.nn.dot_product_attention(query, key, value, implementation='cudnn')",
+)
 
 # Elements of one head's logits that a fused kernel computes as one block (64 queries, 64 keys). It
 # saves nothing beyond that.
@@ -41,7 +38,7 @@ _LOGITS = {
 _ON_GPU = "audit(..., target='h200') reports the choice for a GPU."
 
 
-@UnfusedAttentionCheck.on_operation("reduce_sum")
+@UNFUSED_ATTENTION.on_operation("reduce_sum")
 def collect_sums(op: OpOccurrence, audit: _auditor.Auditor) -> None:
     """Collects the logits whose exponentials are added up, as a softmax does and a softplus not."""
     if op.is_forward:
@@ -49,7 +46,7 @@ def collect_sums(op: OpOccurrence, audit: _auditor.Auditor) -> None:
         audit.collected[_labels.Logits] += [label for label in labels if label.normalized]
 
 
-@UnfusedAttentionCheck.on_operation("dot_general")
+@UNFUSED_ATTENTION.on_operation("dot_general")
 def check_matmuls(op: OpOccurrence, audit: _auditor.Auditor) -> None:
     """Reports attention that is written as two matmuls around a softmax."""
     logits = _attention_logits(op, audit)
@@ -60,10 +57,10 @@ def check_matmuls(op: OpOccurrence, audit: _auditor.Auditor) -> None:
     message = f"{_why_unfused(logits)}; its logits have the shape {list(aval.shape)} and take"
     message += f" {_section.bytes_text(size)} of memory."
     flops = 2 * _matmuls.matmul_of(op.equation).flops * op.times
-    audit.add(UnfusedAttentionCheck, logits, message, flops=flops)
+    audit.add(UNFUSED_ATTENTION, logits, message, flops=flops)
 
 
-@UnfusedAttentionCheck.on_operation("jit")
+@UNFUSED_ATTENTION.on_operation("jit")
 def check_calls(op: OpOccurrence, audit: _auditor.Auditor) -> None:
     """Reports calls of jaxmp's attention that do not run a fused kernel."""
     if not _checks.is_attention(op.equation) or not op.is_forward:
@@ -75,7 +72,7 @@ def check_calls(op: OpOccurrence, audit: _auditor.Auditor) -> None:
     choice = choice_of(name, [var.aval for var in op.operands])
     message, fix = _explain_choice(implementation, argument, choice)
     flops = sum(_matmuls.count_flops(inner.jaxpr).total() for inner in inners(op.equation))
-    audit.add(UnfusedAttentionCheck, op, message, fix, flops=flops * op.times)
+    audit.add(UNFUSED_ATTENTION, op, message, fix, flops=flops * op.times)
 
 
 def _attention_logits(op: OpOccurrence, audit: _auditor.Auditor) -> OpOccurrence | None:
@@ -145,14 +142,13 @@ def _explain_choice(
     return f"{message} ({choice.reason}){why}.", " ".join(changes)
 
 
-class DenseMaskCheck(Check):
-    """Attention reads a mask as an array, although the mask is causal, a window or full for every
-    input. A kernel cannot skip the masked blocks of an array.
-    """
-
-    id = "dense_mask"
-    fix = "recipe = recipe.replace(mask='causal')"
-    severity = _checks.WARNING
+DENSE_MASK = Check(
+    id="dense_mask",
+    severity=_checks.WARNING,
+    explanation="Attention reads a mask as an array, although the mask is causal, a window or full"
+    " for every input. A kernel cannot skip the masked blocks of an array.",
+    fix="recipe = recipe.replace(mask='causal')",
+)
 
 
 class _PassedMask(NamedTuple):
@@ -163,7 +159,7 @@ class _PassedMask(NamedTuple):
     elements: np.ndarray | None
 
 
-@DenseMaskCheck.on_operation("jit")
+@DENSE_MASK.on_operation("jit")
 def collect_mask(op: OpOccurrence, audit: _auditor.Auditor) -> None:
     """Collects declarations, and the mask of a call of attention in the forward pass."""
     declared = _declared.declaration_of(_operations.name_of(op.equation))
@@ -176,7 +172,7 @@ def collect_mask(op: OpOccurrence, audit: _auditor.Auditor) -> None:
         audit.collected[_PassedMask].append(_PassedMask(op, audit.known.value(mask)))
 
 
-@DenseMaskCheck.on_program
+@DENSE_MASK.on_program
 def check_masks(audit: _auditor.Auditor, traced: _trace.Traced) -> None:
     """Compares masks with their declarations, and reports masks that could be declared.
 
@@ -202,7 +198,7 @@ def check_masks(audit: _auditor.Auditor, traced: _trace.Traced) -> None:
         message += " for every input."
         path = _locations.module_of(op.location.names, audit.root) if len(structures) > 1 else None
         fix = _fix_declaration(actual, path) if in_layer(op) else _fix_argument(actual)
-        audit.add(DenseMaskCheck, op, message, fix)
+        audit.add(DENSE_MASK, op, message, fix)
 
 
 def _mask_operand(equation: _jaxprs.Equation) -> _jaxprs.Atom | None:

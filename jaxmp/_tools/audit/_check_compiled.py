@@ -18,25 +18,21 @@ from jaxmp._tools.audit._dataflow import From
 from jaxmp._tools.audit._rows import CollectiveRow, Compilation, Finding, GemmRow
 from jaxmp.fp8 import _explain
 
-
-class Fp32GemmCheck(Check):
-    """The GPU multiplies in FP32 or TF32 where the policies require 16 bits, although the traced
-    program does not.
-    """
-
-    id = "fp32_gemm"
-    fix = "y = jnp.dot(x.astype(jnp.bfloat16), w.astype(jnp.bfloat16))"
-    needs_target = "yes"
-
-
-class UndonatedStateCheck(Check):
-    """No argument is donated, so the old and the new state are in memory at the same time."""
-
-    id = "undonated_state"
-    fix = "jax.jit(train_step, donate_argnums=0)"
-    severity = _checks.NOTE
-    needs_target = "yes"
-
+FP32_GEMM = Check(
+    id="fp32_gemm",
+    explanation="The GPU multiplies in FP32 or TF32 where the policies require 16 bits, although"
+    " the traced program does not.",
+    fix="y = jnp.dot(x.astype(jnp.bfloat16), w.astype(jnp.bfloat16))",
+    needs_target="yes",
+)
+UNDONATED_STATE = Check(
+    id="undonated_state",
+    severity=_checks.NOTE,
+    explanation="No argument is donated, so the old and the new state are in memory at the same"
+    " time.",
+    fix="jax.jit(train_step, donate_argnums=0)",
+    needs_target="yes",
+)
 
 _WIDE = ("float32", "tf32")
 _WIDE_CONVOLUTION = (
@@ -67,10 +63,10 @@ class CompiledProgram:
     nnx_count: int = 0
 
 
-@Fp32GemmCheck.on_compiled
+@FP32_GEMM.on_compiled
 def check_gemms(program: CompiledProgram, audit: Auditor) -> Iterator[Finding]:
     """Reports matmuls in FP32 or TF32."""
-    reported = {f.module for f in program.traced if f.check == _check_matmuls.Fp32MatmulCheck.id}
+    reported = {f.module for f in program.traced if f.check == _check_matmuls.FP32_MATMUL.id}
     for row in program.rows.gemms:
         is_wide = row.lhs in _WIDE or row.rhs in _WIDE
         if is_wide and row.module not in reported and requires_16_bits(audit, row.module):
@@ -78,10 +74,10 @@ def check_gemms(program: CompiledProgram, audit: Auditor) -> Iterator[Finding]:
                 audit.notes[_WIDE_CONVOLUTION.format(row.module or "(root)", row.lhs)] = None
                 continue
             message = f"the GPU multiplies in {row.lhs} x {row.rhs}."
-            yield finding(Fp32GemmCheck, row, message)
+            yield finding(FP32_GEMM, row, message)
 
 
-@UndonatedStateCheck.on_compiled
+@UNDONATED_STATE.on_compiled
 def check_donation(program: CompiledProgram, _: Auditor) -> Iterator[Finding]:
     """Reports a program without donated arguments."""
     if not program.rows.memory.aliased:
@@ -90,7 +86,7 @@ def check_donation(program: CompiledProgram, _: Auditor) -> Iterator[Finding]:
         numbers += "," * (program.nnx_count == 1)
         # Without `nnx.jit`, the new state does not reach the objects.
         fix = f"nnx.jit(train_step, donate_argnums=({numbers}))" if numbers else ""
-        yield UndonatedStateCheck.finding(message, fix)
+        yield UNDONATED_STATE.finding(message, fix)
 
 
 def requires_16_bits(audit: Auditor, module: str) -> bool:
@@ -101,7 +97,7 @@ def requires_16_bits(audit: Auditor, module: str) -> bool:
 
 
 def finding(
-    check: type[Check], row: GemmRow | CollectiveRow, message: str, fix: str = "", **fields: Any
+    check: Check, row: GemmRow | CollectiveRow, message: str, fix: str = "", **fields: Any
 ) -> Finding:
     """Returns a finding about a row of the compiled program; see `Check.finding`."""
     own = {name: getattr(row, name) for name in ("module", "file", "line", "count")}
@@ -110,28 +106,24 @@ def finding(
     return check.finding(message, fix, **own | fields)
 
 
-class NotFp8Check(Check):
-    """A linear layer multiplies in 16 bits where the policies require FP8, because its dimensions
-    are not multiples of 16, because it is too narrow for a gain, or because FP8 is not applied to
-    it, as to convolutions, `ragged_dot` and stacked kernels.
-    """
-
-    id = "not_fp8"
-    fix = "jaxmp.Rule('**/head', 'matmul=default')"
-    severity = _checks.WARNING
-
-
-class Fp8FallbackCheck(Check):
-    """Operands are rounded to FP8 but multiplied in a wider dtype. FP8 matmuls require an H100 or a
-    later GPU.
-    """
-
-    id = "fp8_fallback"
-    fix = "y = jax.lax.dot_general(x_fp8, w_fp8, dimension_numbers)"
-    needs_target = "yes"
+NOT_FP8 = Check(
+    id="not_fp8",
+    severity=_checks.WARNING,
+    explanation="A linear layer multiplies in 16 bits where the policies require FP8, because its"
+    " dimensions are not multiples of 16, because it is too narrow for a gain, or because FP8 is"
+    " not applied to it, as to convolutions, `ragged_dot` and stacked kernels.",
+    fix="jaxmp.Rule('**/head', 'matmul=default')",
+)
+FP8_FALLBACK = Check(
+    id="fp8_fallback",
+    explanation="Operands are rounded to FP8 but multiplied in a wider dtype. FP8 matmuls require"
+    " an H100 or a later GPU.",
+    fix="y = jax.lax.dot_general(x_fp8, w_fp8, dimension_numbers)",
+    needs_target="yes",
+)
 
 
-@NotFp8Check.on_matmul
+@NOT_FP8.on_matmul
 def check_layers(op: OpOccurrence, matmul: _matmuls.Matmul, flops: int, audit: Auditor) -> None:
     """Reports a linear layer in 16 bits for which the policies require FP8."""
     if not op.is_forward or not audit.context.requires_fp8(op.location):
@@ -145,7 +137,7 @@ def check_layers(op: OpOccurrence, matmul: _matmuls.Matmul, flops: int, audit: A
         # The batched matmuls of attention have no kernel.
         if form != _fp8_forms.FORMS["dot_general"][0] or audit.flow.labels(From, *op.operands[:2]):
             message = f"{form} of {matmul.lhs.name}, but the policies require FP8: {why}."
-            audit.add(NotFp8Check, op, message, _exclude(op), flops=flops)
+            audit.add(NOT_FP8, op, message, _exclude(op), flops=flops)
         return
     if op.name != "dot_general":
         return
@@ -157,7 +149,7 @@ def check_layers(op: OpOccurrence, matmul: _matmuls.Matmul, flops: int, audit: A
     if "narrow" in reason or "min_width" in reason:
         toml = "    [fp8]\n    min_width = 0"
         fix = f"Use FP8 for narrow layers, too, in the recipe file:\n{toml}\n{fix}"
-    audit.add(NotFp8Check, op, f"{message}{reason}.", fix, flops=flops)
+    audit.add(NOT_FP8, op, f"{message}{reason}.", fix, flops=flops)
 
 
 def _note_tokens(op: OpOccurrence, audit: Auditor) -> tuple[int, int]:
@@ -184,7 +176,7 @@ _ONE_SCALE = (
 )
 
 
-@NotFp8Check.on_operation("jit")
+@NOT_FP8.on_operation("jit")
 def note_scales(op: OpOccurrence, audit: Auditor) -> None:
     """Notes once in a program that tensors are quantized with one scale."""
     is_quantization = _operations.name_of(op.equation).startswith(_jaxprs.QUANTIZE)
@@ -192,7 +184,7 @@ def note_scales(op: OpOccurrence, audit: Auditor) -> None:
         audit.notes[_ONE_SCALE] = None
 
 
-@Fp8FallbackCheck.on_compiled
+@FP8_FALLBACK.on_compiled
 def check_fallback(program: CompiledProgram, _: Auditor) -> Iterator[Finding]:
     """Reports matmuls of FP8 values in a wider dtype."""
     for row in program.rows.gemms:
@@ -201,17 +193,17 @@ def check_fallback(program: CompiledProgram, _: Auditor) -> Iterator[Finding]:
         is_fp8 = row.lhs.startswith("float8") and row.rhs.startswith("float8")
         if dtype and not is_fp8:
             message = f"operands are rounded to {dtype} and multiplied in {row.lhs} x {row.rhs}."
-            yield finding(Fp8FallbackCheck, row, message)
+            yield finding(FP8_FALLBACK, row, message)
 
 
-class UnusedRuleCheck(Check):
-    """A required rule decides for no module of the program."""
+UNUSED_RULE = Check(
+    id="unused_rule",
+    explanation="A required rule decides for no module of the program.",
+    fix="jaxmp.Rule('decoder/**', 'c=f32', required=False)",
+)
 
-    id = "unused_rule"
-    fix = "jaxmp.Rule('decoder/**', 'c=f32', required=False)"
 
-
-@UnusedRuleCheck.on_program
+@UNUSED_RULE.on_program
 def check_rules(audit: Auditor, _: _trace.Traced) -> Iterator[Finding]:
     """Reports required rules without a module."""
     policies = audit.context.policies
@@ -231,4 +223,4 @@ def check_rules(audit: Auditor, _: _trace.Traced) -> Iterator[Finding]:
             message = f"the required rule {text} decides for no module of this program."
             fix = f"Correct the path, or allow it to match nothing:\n    jaxmp.{rule!r}"
             hint = _messages.did_you_mean(str(rule.path), filter(None, modules))
-            yield UnusedRuleCheck.finding(message + hint, f"{fix[:-1]}, required=False)")
+            yield UNUSED_RULE.finding(message + hint, f"{fix[:-1]}, required=False)")

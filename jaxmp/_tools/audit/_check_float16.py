@@ -19,18 +19,15 @@ from jaxmp._tools.audit._labels import ConditionalFinding, Logits
 from jaxmp._tools.audit._origins import SUMS, fix_expression, fix_operation
 from jaxmp._tools.fixes._rewrite import with_finite_numbers
 
-
-class Float16RangeCheck(_checks.Check):
-    """A value leaves the range of float16: an epsilon below 3e-8 is 0 before a division, logarithm
-    or root; a finite constant beyond 65504 is infinite; squares that are summed overflow from 256
-    on; attention multiplies queries and keys before it scales them; values are cast from bfloat16
-    to float16 and back; or the gradient of a product of weights is rounded.
-    """
-
-    id = "float16_range"
-    fix = "x = x.astype(jnp.float32)"
-    includes_optimizer = True
-
+FLOAT16_RANGE = _checks.Check(
+    id="float16_range",
+    explanation="A value leaves the range of float16: an epsilon below 3e-8 is 0 before a division,"
+    " logarithm or root; a finite constant beyond 65504 is infinite; squares that are summed"
+    " overflow from 256 on; attention multiplies queries and keys before it scales them; values are"
+    " cast from bfloat16 to float16 and back; or the gradient of a product of weights is rounded.",
+    fix="x = x.astype(jnp.float32)",
+    includes_optimizer=True,
+)
 
 _LARGEST = 65504
 _BROADCASTS = _checks.named("broadcast_in_dim reshape")
@@ -41,25 +38,25 @@ _ATTENTION_SCALE = 8**-0.5
 class LostEpsilon(ConditionalFinding):
     """Label of a float16 value to which an epsilon was added that is 0 in float16."""
 
-    check, survives = Float16RangeCheck, _checks.LAYOUT | _checks.named("sqrt")
+    check, survives = FLOAT16_RANGE, _checks.LAYOUT | _checks.named("sqrt")
 
 
 class Square(ConditionalFinding):
     """Label of the square of a float16 value."""
 
-    check, survives = Float16RangeCheck, _checks.LAYOUT | _checks.named("mul div")
+    check, survives = FLOAT16_RANGE, _checks.LAYOUT | _checks.named("mul div")
 
 
 class UnscaledLogits(ConditionalFinding):
     """Label of float16 logits that were scaled after their matmul."""
 
-    check, survives = Float16RangeCheck, _checks.LAYOUT | _checks.named("sub add select_n max")
+    check, survives = FLOAT16_RANGE, _checks.LAYOUT | _checks.named("sub add select_n max")
 
 
 class OtherFormat(ConditionalFinding):
     """Label of a value that was cast from one 16-bit format to the other."""
 
-    check = Float16RangeCheck
+    check = FLOAT16_RANGE
 
 
 class _Sum(NamedTuple):
@@ -72,7 +69,7 @@ class _Sum(NamedTuple):
 # ---------------------------------------------------------------------------
 
 
-@Float16RangeCheck.on_operation("add", "add_any", "max")
+@FLOAT16_RANGE.on_operation("add", "add_any", "max")
 def label_epsilon(op: _checks.OpOccurrence, audit: _auditor.Auditor) -> LostEpsilon | None:
     """Labels the sum with, or the maximum of, a value and a constant 0."""
     is_zero = any(_constant(var, op, audit) == 0 for var in _float16_operands(op))
@@ -81,7 +78,7 @@ def label_epsilon(op: _checks.OpOccurrence, audit: _auditor.Auditor) -> LostEpsi
     return LostEpsilon(op, message, fix) if is_zero else None
 
 
-@Float16RangeCheck.on_operation("div", "log", "rsqrt", "sqrt", "pow")
+@FLOAT16_RANGE.on_operation("div", "log", "rsqrt", "sqrt", "pow")
 def report_epsilon(op: _checks.OpOccurrence, audit: _auditor.Auditor) -> None:
     """Reports an epsilon of 0 where 0 has no finite result."""
     if not op.is_backward:
@@ -94,7 +91,7 @@ def report_epsilon(op: _checks.OpOccurrence, audit: _auditor.Auditor) -> None:
             audit.report(LostEpsilon, divisor, harm)
 
 
-@Float16RangeCheck.on_operation("convert_element_type", "add", "sub", "mul")
+@FLOAT16_RANGE.on_operation("convert_element_type", "add", "sub", "mul")
 def check_constant(op: _checks.OpOccurrence, audit: _auditor.Auditor) -> None:
     """Reports a finite constant that is infinite in float16."""
     is_cast = op.name == "convert_element_type"
@@ -106,7 +103,7 @@ def check_constant(op: _checks.OpOccurrence, audit: _auditor.Auditor) -> None:
             fix = f"Use jnp.finfo(logits.dtype).{limit} in place of the constant {value:g}."
             code = with_finite_numbers(op.expression, "float16")
             fix = f"Use the largest finite number of the dtype:\n    {code}" if code else fix
-            audit.add(Float16RangeCheck, op, f"{message} everywhere become NaN.", fix)
+            audit.add(FLOAT16_RANGE, op, f"{message} everywhere become NaN.", fix)
 
 
 def _float16_operands(op: _checks.OpOccurrence) -> list[_jaxprs.Atom]:
@@ -114,7 +111,7 @@ def _float16_operands(op: _checks.OpOccurrence) -> list[_jaxprs.Atom]:
     return op.operands if op.dtype == _dtypes.FLOAT16 and not op.is_backward else []
 
 
-@Float16RangeCheck.on_operation("convert_element_type")
+@FLOAT16_RANGE.on_operation("convert_element_type")
 def check_formats(op: _checks.OpOccurrence, audit: _auditor.Auditor) -> OtherFormat | None:
     """Reports values that are cast from one 16-bit format to the other and back."""
     (operand,), dtype = op.operands, op.dtype
@@ -129,7 +126,7 @@ def check_formats(op: _checks.OpOccurrence, audit: _auditor.Auditor) -> OtherFor
     return OtherFormat(op, f"a {source.name} value is cast to {dtype.name}, where {loss}", fix)
 
 
-@Float16RangeCheck.on_operation("convert_element_type")
+@FLOAT16_RANGE.on_operation("convert_element_type")
 def check_product_of_weights(op: _checks.OpOccurrence, audit: _auditor.Auditor) -> None:
     """Reports the FP32 gradient of a product of weights, which is rounded for two matmuls."""
     is_rounded = op.is_backward and op.rounded == _dtypes.FLOAT16
@@ -142,7 +139,7 @@ def check_product_of_weights(op: _checks.OpOccurrence, audit: _auditor.Auditor) 
             "Multiply the FP32 parameters, w = (a @ b).astype(jnp.float16), or the activations by"
             " one weight after the other, y = (x @ a) @ b."
         )
-        audit.add(Float16RangeCheck, op, f"{message} are inf.", fix, severity=_checks.WARNING)
+        audit.add(FLOAT16_RANGE, op, f"{message} are inf.", fix, severity=_checks.WARNING)
 
 
 def _is_matmul(equation: _jaxprs.Equation) -> bool:
@@ -163,7 +160,7 @@ def _is_multiplied(var: _jaxprs.Atom, body: _analysis.Body) -> bool:
 # ---------------------------------------------------------------------------
 
 
-@Float16RangeCheck.on_operation("mul", "square", "integer_pow")
+@FLOAT16_RANGE.on_operation("mul", "square", "integer_pow")
 def label_square(op: _checks.OpOccurrence, audit: _auditor.Auditor) -> Square | None:
     """Labels the square of a float16 value."""
     operands = _float16_operands(op)
@@ -172,11 +169,11 @@ def label_square(op: _checks.OpOccurrence, audit: _auditor.Auditor) -> Square | 
     message = "squares of float16 are inf from 256 on, and 0 below 2e-4"
     if not operands or not is_square:
         return None
-    fix = fix_expression("Square in FP32", op) or Float16RangeCheck.fix
+    fix = fix_expression("Square in FP32", op) or FLOAT16_RANGE.fix
     return Square(op, message, fix)
 
 
-@Float16RangeCheck.on_operation("reduce_sum")
+@FLOAT16_RANGE.on_operation("reduce_sum")
 def collect_sums(op: _checks.OpOccurrence, audit: _auditor.Auditor) -> None:
     """Collects sums of squares, as for a norm."""
     squares = audit.flow.labels(Square, *op.operands)
@@ -184,16 +181,16 @@ def collect_sums(op: _checks.OpOccurrence, audit: _auditor.Auditor) -> None:
         audit.collected[_Sum] += [_Sum(square, op) for square in squares]
 
 
-@Float16RangeCheck.on_program
+@FLOAT16_RANGE.on_program
 def report_sums(audit: _auditor.Auditor, _: _trace.Traced) -> None:
     """Reports summed squares, unless they are the statistics of a norm that is reported."""
-    norms = {f.line for f in audit.findings if f.check is _check_ops.Norm16BitCheck}
+    norms = {f.line for f in audit.findings if f.check is _check_ops.NORM_16BIT}
     for square, op in audit.collected[_Sum]:
         if op.line not in norms:
             square.report(f"; they are summed at {op.where}")
 
 
-@Float16RangeCheck.on_operation("mul", "div")
+@FLOAT16_RANGE.on_operation("mul", "div")
 def label_logits(op: _checks.OpOccurrence, audit: _auditor.Auditor) -> UnscaledLogits | None:
     """Labels logits of queries and keys that are scaled after their matmul in float16."""
     logits, scalar = op.operands
@@ -209,7 +206,7 @@ def label_logits(op: _checks.OpOccurrence, audit: _auditor.Auditor) -> UnscaledL
     return None
 
 
-@Float16RangeCheck.on_operation("exp", "exp2")
+@FLOAT16_RANGE.on_operation("exp", "exp2")
 def report_logits(op: _checks.OpOccurrence, audit: _auditor.Auditor) -> None:
     """Reports logits of a softmax that may overflow before they are scaled."""
     audit.report(UnscaledLogits, op.operands, ": sums beyond 65504 are inf")
@@ -232,19 +229,17 @@ def _constant(var: _jaxprs.Atom, op: _checks.OpOccurrence, audit: _auditor.Audit
     return None if value is None or value.dtype.kind == "b" else float(value.reshape(()))
 
 
-class ScaledGradientsCheck(_checks.Check):
-    """Gradients are clipped, measured or added to the state while they are multiplied by the loss
-    scale, or they are divided by it twice.
-    """
-
-    id = "scaled_gradients"
-    fix = "grads = jax.tree.map(lambda g: g / scale, grads)"
-    includes_optimizer = True
-
+SCALED_GRADIENTS = _checks.Check(
+    id="scaled_gradients",
+    explanation="Gradients are clipped, measured or added to the state while they are multiplied by"
+    " the loss scale, or they are divided by it twice.",
+    fix="grads = jax.tree.map(lambda g: g / scale, grads)",
+    includes_optimizer=True,
+)
 
 _FIX = (
     "Divide the gradients by the loss scale first, and remove a division that follows:\n"
-    f"    {ScaledGradientsCheck.fix}"
+    f"    {SCALED_GRADIENTS.fix}"
 )
 
 
@@ -262,7 +257,7 @@ def _of_gradient(var: _jaxprs.Atom, audit: _auditor.Auditor) -> dict[int, float 
     return powers_of(labels) if GRADIENT in labels else {}
 
 
-@ScaledGradientsCheck.on_operation("mul", "div")
+@SCALED_GRADIENTS.on_operation("mul", "div")
 def check_division(op: _checks.OpOccurrence, audit: _auditor.Auditor) -> None:
     """Collects the scalars by which gradients are divided, and divisions of unscaled gradients."""
     divided = -1 if op.name == "mul" else 1
@@ -279,7 +274,7 @@ def check_division(op: _checks.OpOccurrence, audit: _auditor.Auditor) -> None:
                 audit.collected[_Event].append(_Event(number, op, message, fix))
 
 
-@ScaledGradientsCheck.on_operation("lt", "le", "gt", "ge", "min", "max", "clamp", "add", "sub")
+@SCALED_GRADIENTS.on_operation("lt", "le", "gt", "ge", "min", "max", "clamp", "add", "sub")
 def check_use(op: _checks.OpOccurrence, audit: _auditor.Auditor) -> None:
     """Collects limits of scaled gradients or of their norm, and sums with arguments."""
     if op.is_backward:
@@ -307,7 +302,7 @@ def _is_other(var: _jaxprs.Atom, number: int, is_sum: bool, audit: _auditor.Audi
     return 1e-3 < value < math.inf
 
 
-@ScaledGradientsCheck.on_program
+@SCALED_GRADIENTS.on_program
 def check_scales(audit: _auditor.Auditor, traced: _trace.Traced) -> Iterable[_rows.Finding]:
     """Reports the collected events of loss scales, and results that depend on one."""
     scales = set(powers_of(audit.flow.of_all(var for _, var in traced.dynamic_scales())))
@@ -316,7 +311,7 @@ def check_scales(audit: _auditor.Auditor, traced: _trace.Traced) -> Iterable[_ro
     scales = (scales | audit.divisors) & audit.flow.scaled_by
     events = [event for event in audit.collected[_Event] if event.number in scales]
     for event in events:
-        audit.add(ScaledGradientsCheck, event.op, event.message, event.fix)
+        audit.add(SCALED_GRADIENTS, event.op, event.message, event.fix)
     for (path, _), var in zip(traced.results, traced.jaxpr.outvars, strict=False):
         powers = _of_gradient(var, audit)
         is_state = bool(audit.flow.labels(From, var))
@@ -324,4 +319,4 @@ def check_scales(audit: _auditor.Auditor, traced: _trace.Traced) -> Iterable[_ro
         maker = traced.maker_of(var, audit.findings) if is_norm and not events else None
         if maker is not None:
             message = f"result{jtu.keystr(path)} is computed from gradients that are multiplied by"
-            yield ScaledGradientsCheck.finding(f"{message} the loss scale.", _FIX, maker)
+            yield SCALED_GRADIENTS.finding(f"{message} the loss scale.", _FIX, maker)

@@ -12,17 +12,15 @@ from jaxmp._core import _dtypes
 from jaxmp._programs import _jaxprs, _operations
 from jaxmp._tools.audit import _auditor, _check_ops, _checks, _dataflow, _labels, _origins
 
-
-class RoundedInputCheck(_checks.Check):
-    """An FP32 argument, frequency or table is rounded to 16 bits before its sine, cosine or the
-    root of 1 - x is computed: a time step of 257 becomes 256 in bfloat16.
-    """
-
-    id = "rounded_input"
-    fix = "jaxmp.Rule('', keep_inputs=['t'])"
+ROUNDED_INPUT = _checks.Check(
+    id="rounded_input",
+    explanation="An FP32 argument, frequency or table is rounded to 16 bits before its sine, cosine"
+    " or the root of 1 - x is computed: a time step of 257 becomes 256 in bfloat16.",
+    fix="jaxmp.Rule('', keep_inputs=['t'])",
+)
 
 
-@RoundedInputCheck.on_operation(*_checks.PERIODIC)
+@ROUNDED_INPUT.on_operation(*_checks.PERIODIC)
 def check_rounding(op: _checks.OpOccurrence, audit: _auditor.Auditor) -> None:
     """Reports a periodic function of an argument that was rounded to 16 bits."""
     operands = op.operands[:1] if op.is_forward else ()
@@ -35,7 +33,7 @@ def check_rounding(op: _checks.OpOccurrence, audit: _auditor.Auditor) -> None:
         fix = fix or _origins.fix_operation(op, dtype)
         rounded = [x.fix for x in audit.flow.labels(RoundedValue, *operands)]
         fix = fix if op.location.names or not rounded else rounded[0]
-        audit.add(RoundedInputCheck, op, message, fix)
+        audit.add(ROUNDED_INPUT, op, message, fix)
         return
     audit.report(RoundedValue, operands, f", and its {op.name} is computed at {op.where}")
 
@@ -43,7 +41,7 @@ def check_rounding(op: _checks.OpOccurrence, audit: _auditor.Auditor) -> None:
 class RoundedValue(_labels.ConditionalFinding):
     """Label of an array that was rounded from FP32 to 16 bits, and only shifted or scaled since."""
 
-    check, survives = RoundedInputCheck, _labels.RoundedInput.survives
+    check, survives = ROUNDED_INPUT, _labels.RoundedInput.survives
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,7 +52,7 @@ class _Complement(_labels.Fact):
     survives = _labels.FloatInput.survives | _checks.named("mul")
 
 
-@RoundedInputCheck.on_operation("convert_element_type")
+@ROUNDED_INPUT.on_operation("convert_element_type")
 def label_value(op: _checks.OpOccurrence, audit: _auditor.Auditor) -> RoundedValue | None:
     """Labels an FP32 table, which was not 16 bits before, that is rounded."""
     (operand,), dtype = op.operands, op.rounded
@@ -65,7 +63,7 @@ def label_value(op: _checks.OpOccurrence, audit: _auditor.Auditor) -> RoundedVal
     return RoundedValue(op, message, lambda: _origins.fix_cast(op))
 
 
-@RoundedInputCheck.on_result("sub")
+@ROUNDED_INPUT.on_result("sub")
 def label_complement(op: _checks.OpOccurrence, audit: _auditor.Auditor) -> None:
     """Labels 1 minus a rounded array."""
     minuend, var = op.operands
@@ -74,7 +72,7 @@ def label_complement(op: _checks.OpOccurrence, audit: _auditor.Auditor) -> None:
         audit.flow.mark(op.result, _Complement(label))
 
 
-@RoundedInputCheck.on_operation("sqrt", "rsqrt", "log", "pow")
+@ROUNDED_INPUT.on_operation("sqrt", "rsqrt", "log", "pow")
 def check_complement(op: _checks.OpOccurrence, audit: _auditor.Auditor) -> None:
     """Reports a root or logarithm of 1 minus a rounded array, which cancels near 1."""
     for label in audit.flow.labels(_Complement, *op.operands):
@@ -100,28 +98,23 @@ def _keep_input(name: str, dtype: str, op: _checks.OpOccurrence, audit: _auditor
     return "\n".join(parts)
 
 
-class RoundedIntegerCheck(_checks.Check):
-    """Counts, positions, steps or indices are rounded to 16 bits or computed in them, where the
-    integers beyond 256 (bfloat16) or 2048 (float16) are not distinct.
-    """
-
-    id = "rounded_integer"
-    fix = "positions = jnp.arange(length, dtype=jnp.float32)"
-
-
-class Sort16BitCheck(_checks.Check):
-    """FP32 keys are rounded to 16 bits and then sorted, so that different keys compare as equal."""
-
-    id = "sort_16bit"
-    fix = "order = jnp.argsort(x)"
-
-
-class IntOverflowCheck(_checks.Check):
-    """A matmul of 8-bit or 16-bit integers sums in the same dtype, which wraps around."""
-
-    id = "int_overflow"
-    fix = "jnp.matmul(x, w, preferred_element_type=jnp.int32)"
-
+ROUNDED_INTEGER = _checks.Check(
+    id="rounded_integer",
+    explanation="Counts, positions, steps or indices are rounded to 16 bits or computed in them,"
+    " where the integers beyond 256 (bfloat16) or 2048 (float16) are not distinct.",
+    fix="positions = jnp.arange(length, dtype=jnp.float32)",
+)
+SORT_16BIT = _checks.Check(
+    id="sort_16bit",
+    explanation="FP32 keys are rounded to 16 bits and then sorted, so that different keys compare"
+    " as equal.",
+    fix="order = jnp.argsort(x)",
+)
+INT_OVERFLOW = _checks.Check(
+    id="int_overflow",
+    explanation="A matmul of 8-bit or 16-bit integers sums in the same dtype, which wraps around.",
+    fix="jnp.matmul(x, w, preferred_element_type=jnp.int32)",
+)
 
 _COUNTS = _checks.named("convert_element_type iota reduce_sum cumsum add mul")
 _MOVES = _checks.LAYOUT | _checks.named("slice dynamic_slice gather rev concatenate select_n neg")
@@ -143,14 +136,14 @@ STEPS = Integers(math.inf, "steps or counts")
 class RoundedIndex(_labels.ConditionalFinding):
     """Label of integers that were made of 16-bit numbers."""
 
-    check = RoundedIntegerCheck
+    check = ROUNDED_INTEGER
     survives = _MOVES | _checks.named("add sub min max clamp jit pjit")
 
 
 class RoundedKeys(_labels.ConditionalFinding):
     """Label of FP32 values that were rounded to 16 bits."""
 
-    check = Sort16BitCheck
+    check = SORT_16BIT
     survives = _MOVES
 
 
@@ -159,9 +152,7 @@ class RoundedKeys(_labels.ConditionalFinding):
 # ---------------------------------------------------------------------------
 
 
-@RoundedIntegerCheck.on_operation(
-    "convert_element_type", "iota", "reduce_sum", "cumsum", "add", "mul"
-)
+@ROUNDED_INTEGER.on_operation("convert_element_type", "iota", "reduce_sum", "cumsum", "add", "mul")
 def check_integers(op: _checks.OpOccurrence, audit: _auditor.Auditor) -> Integers | None:
     """Labels integers, and reports those that are rounded to 16 bits."""
     integers = _integers_after(op, audit) if op.is_forward else None
@@ -175,11 +166,11 @@ def check_integers(op: _checks.OpOccurrence, audit: _auditor.Auditor) -> Integer
     text = f"{integers.text}{up_to} are rounded to {dtype.name}"
     sentence = "Compute with FP32 positions and counts, and cast the results"
     fix = _origins.fix_expression(sentence, op)
-    audit.add(RoundedIntegerCheck, op, f"{text}: {limit + 1:,} becomes {limit:,}.", fix)
+    audit.add(ROUNDED_INTEGER, op, f"{text}: {limit + 1:,} becomes {limit:,}.", fix)
     return None
 
 
-@RoundedIntegerCheck.on_operation("convert_element_type")
+@ROUNDED_INTEGER.on_operation("convert_element_type")
 def label_index(op: _checks.OpOccurrence, audit: _auditor.Auditor) -> RoundedIndex | None:
     """Labels integers that were computed in 16 bits, as `jnp.quantile` does."""
     (operand,) = op.operands
@@ -192,10 +183,10 @@ def label_index(op: _checks.OpOccurrence, audit: _auditor.Auditor) -> RoundedInd
     for label in audit.flow.labels(_labels.RoundedInput, operand):
         fix = _keep_input(label.input.name, label.dtype, op, audit) or fix
     fix = fix or _origins.fix_expression("Compute the indices in FP32", op)
-    return RoundedIndex(op, message, fix or RoundedIntegerCheck.fix)
+    return RoundedIndex(op, message, fix or ROUNDED_INTEGER.fix)
 
 
-@RoundedIntegerCheck.on_operation("gather", "dynamic_slice")
+@ROUNDED_INTEGER.on_operation("gather", "dynamic_slice")
 def check_index(op: _checks.OpOccurrence, audit: _auditor.Auditor) -> None:
     """Reports indices from 16 bits into an array that has more elements than they can number."""
     indices = op.operands[1:] if op.is_forward else ()
@@ -240,7 +231,7 @@ def _integers(var: _jaxprs.Atom, audit: _auditor.Auditor) -> Integers | None:
 # ---------------------------------------------------------------------------
 
 
-@Sort16BitCheck.on_operation("convert_element_type")
+@SORT_16BIT.on_operation("convert_element_type")
 def label_keys(op: _checks.OpOccurrence, audit: _auditor.Auditor) -> RoundedKeys | None:
     """Labels FP32 values that are rounded to 16 bits, unless they were 16 bits before."""
     (operand,), dtype = op.operands, op.rounded
@@ -255,7 +246,7 @@ def label_keys(op: _checks.OpOccurrence, audit: _auditor.Auditor) -> RoundedKeys
     return RoundedKeys(op, message, fix)
 
 
-@Sort16BitCheck.on_operation("sort", "top_k", "approx_top_k")
+@SORT_16BIT.on_operation("sort", "top_k", "approx_top_k")
 def check_keys(op: _checks.OpOccurrence, audit: _auditor.Auditor) -> None:
     """Reports a sort of rounded keys."""
     if not op.is_backward:
@@ -268,7 +259,7 @@ def check_keys(op: _checks.OpOccurrence, audit: _auditor.Auditor) -> None:
 # ---------------------------------------------------------------------------
 
 
-@IntOverflowCheck.on_operation("dot_general", "conv_general_dilated", "ragged_dot_general")
+@INT_OVERFLOW.on_operation("dot_general", "conv_general_dilated", "ragged_dot_general")
 def check_integer_matmul(op: _checks.OpOccurrence, audit: _auditor.Auditor) -> None:
     """Reports a matmul whose sums exceed the integers of its result."""
     dtypes = [np.dtype(_checks.dtype_of(var)) for var in (*op.operands[:2], *op.equation.outvars)]
@@ -276,4 +267,4 @@ def check_integer_matmul(op: _checks.OpOccurrence, audit: _auditor.Auditor) -> N
         lhs, rhs, result = (dtype.name for dtype in dtypes)
         largest = np.iinfo(dtypes[2]).max
         message = f"{op.name} of {lhs} and {rhs}: sums beyond {largest:,} wrap around in {result}."
-        audit.add(IntOverflowCheck, op, message, _origins.fix_sums("Sum in int32", op, "int32"))
+        audit.add(INT_OVERFLOW, op, message, _origins.fix_sums("Sum in int32", op, "int32"))

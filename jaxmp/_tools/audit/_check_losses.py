@@ -16,20 +16,17 @@ from jaxmp._core._dtypes import FLOAT32, is_16bit
 from jaxmp._programs import _jaxprs, _locations, _uses
 from jaxmp._tools.audit import _checks, _dataflow, _labels, _trace
 from jaxmp._tools.audit._auditor import Auditor
-from jaxmp._tools.audit._check_ops import Loss16BitCheck
+from jaxmp._tools.audit._check_ops import LOSS_16BIT
 from jaxmp._tools.audit._checks import Check, OpOccurrence
 from jaxmp._tools.audit._origins import fix_cast, fix_expression, fix_operation, fix_sums
 from jaxmp._tools.fixes._rewrite import with_sums
 
-
-class LogOfRoundedCheck(Check):
-    """The logarithm of a sigmoid, a softmax or a tanh that was rounded to 16 bits: probabilities
-    above 0.996 are 1 in bfloat16, and the logarithm of 1 - p is -inf.
-    """
-
-    id = "log_of_rounded"
-    fix = "log_p = jax.nn.log_sigmoid(x.astype(jnp.float32))"
-
+LOG_OF_ROUNDED = Check(
+    id="log_of_rounded",
+    explanation="The logarithm of a sigmoid, a softmax or a tanh that was rounded to 16 bits:"
+    " probabilities above 0.996 are 1 in bfloat16, and the logarithm of 1 - p is -inf.",
+    fix="log_p = jax.nn.log_sigmoid(x.astype(jnp.float32))",
+)
 
 _MOVES = _checks.LAYOUT | _checks.named("slice gather select_n")
 _ELEMENTWISE = _MOVES | _checks.named(
@@ -40,14 +37,14 @@ _ELEMENTWISE = _MOVES | _checks.named(
 class RoundedLoss(_labels.ConditionalFinding):
     """Label of a mean or sum that is a scalar in 16 bits."""
 
-    check = Loss16BitCheck
+    check = LOSS_16BIT
     survives = _checks.LAYOUT | _checks.named("add sub mul div neg log sqrt")
 
 
 class RoundedTerm(_labels.ConditionalFinding):
     """Label of a term of a loss that was rounded to 16 bits."""
 
-    check = Loss16BitCheck
+    check = LOSS_16BIT
     survives = _ELEMENTWISE
 
 
@@ -79,7 +76,7 @@ class Probability(_labels.Fact):
 # ---------------------------------------------------------------------------
 
 
-@Loss16BitCheck.on_operation("convert_element_type", "reduce_sum")
+@LOSS_16BIT.on_operation("convert_element_type", "reduce_sum")
 def label_loss(op: OpOccurrence, audit: Auditor) -> RoundedLoss | None:
     """Labels the 16-bit scalar to which a reduction of a differentiated function is rounded."""
     is_loss = op.is_forward and op.location.differentiated
@@ -93,13 +90,11 @@ def label_loss(op: OpOccurrence, audit: Auditor) -> RoundedLoss | None:
     if _checks.dtype_of(op.body.source_of(total.invars[0], _checks.LAYOUT)) not in _checks.FLOATS:
         return None  # A count, such as that of the elements of a mask.
     message = f"the loss is rounded to {op.dtype.name} when its terms are summed"
-    inputs = (
-        f"Compute the loss in FP32: cast its inputs before {op.where}:\n    {Loss16BitCheck.fix}"
-    )
+    inputs = f"Compute the loss in FP32: cast its inputs before {op.where}:\n    {LOSS_16BIT.fix}"
     return RoundedLoss(op, message, fix_operation(op.made(total)) or inputs)
 
 
-@Loss16BitCheck.on_program
+@LOSS_16BIT.on_program
 def report_losses(audit: Auditor, traced: _trace.Traced) -> None:
     """Reports rounded losses that the program returns in FP32."""
     results = [v for v in traced.jaxpr.outvars if v.aval.size == 1 and _checks.half_of([v]) is None]
@@ -111,13 +106,13 @@ def report_losses(audit: Auditor, traced: _trace.Traced) -> None:
 # ---------------------------------------------------------------------------
 
 
-@Loss16BitCheck.on_operation("log", "log1p")
+@LOSS_16BIT.on_operation("log", "log1p")
 def label_logarithm(op: OpOccurrence, _: Auditor) -> LogProbability | None:
     """Labels FP32 logarithms."""
     return LogProbability() if op.dtype == FLOAT32 and op.is_forward else None
 
 
-@Loss16BitCheck.on_operation("convert_element_type")
+@LOSS_16BIT.on_operation("convert_element_type")
 def label_rounding(op: OpOccurrence, audit: Auditor) -> RoundedTerm | None:
     """Labels log-probabilities that are rounded to 16 bits."""
     dtype = op.rounded
@@ -128,7 +123,7 @@ def label_rounding(op: OpOccurrence, audit: Auditor) -> RoundedTerm | None:
     return RoundedTerm(op, message, fix)
 
 
-@Loss16BitCheck.on_operation("abs", "square", "integer_pow", "mul")
+@LOSS_16BIT.on_operation("abs", "square", "integer_pow", "mul")
 def label_difference(op: OpOccurrence, audit: Auditor) -> RoundedDifference | None:
     """Labels absolute values and squares of 16-bit differences."""
     if op.name == "mul" and op.operands[0] is not op.operands[1]:
@@ -141,12 +136,12 @@ def label_difference(op: OpOccurrence, audit: Auditor) -> RoundedDifference | No
     is_reported = any(isinstance(label.rounded, UserCast) for label in labels)
     if is_reported or not is_16bit(difference.dtype):
         return None
-    fix = fix_expression("Subtract in FP32", difference) or Loss16BitCheck.fix
+    fix = fix_expression("Subtract in FP32", difference) or LOSS_16BIT.fix
     message = f"the differences of a loss are rounded to {difference.dtype.name}"
     return RoundedDifference(difference, message, fix)
 
 
-@Loss16BitCheck.on_operation("reduce_sum")
+@LOSS_16BIT.on_operation("reduce_sum")
 def report_terms(op: OpOccurrence, audit: Auditor) -> None:
     """Reports rounded terms that are summed to a scalar."""
     if op.is_forward and math.prod(op.result.aval.shape) == 1:
@@ -167,7 +162,7 @@ _PROBABILITIES = {
 }
 
 
-@LogOfRoundedCheck.on_operation("logistic", "tanh", "convert_element_type", "div")
+@LOG_OF_ROUNDED.on_operation("logistic", "tanh", "convert_element_type", "div")
 def label_probability(op: OpOccurrence, audit: Auditor) -> Probability | None:
     """Labels 16-bit sigmoids and softmaxes."""
     if not is_16bit(op.dtype) or op.is_backward:
@@ -177,7 +172,7 @@ def label_probability(op: OpOccurrence, audit: Auditor) -> Probability | None:
     return Probability(op, name) if name in _PROBABILITIES else None
 
 
-@LogOfRoundedCheck.on_operation("log", "log1p")
+@LOG_OF_ROUNDED.on_operation("log", "log1p")
 def check_logarithm(op: OpOccurrence, audit: Auditor) -> None:
     """Reports the logarithm of a probability that was rounded to 16 bits."""
     operands = op.operands[:1] if op.is_forward else ()
@@ -190,7 +185,7 @@ def check_logarithm(op: OpOccurrence, audit: Auditor) -> None:
         elif label.op.is_own_call:
             own = fix_operation(label.op).replace("Compute", f"At {where}, compute")
         fix = own or f"Compute it from the FP32 input of the {name}:\n    {code}"
-        audit.add(LogOfRoundedCheck, op, message, fix)
+        audit.add(LOG_OF_ROUNDED, op, message, fix)
 
 
 # ---------------------------------------------------------------------------
@@ -198,16 +193,14 @@ def check_logarithm(op: OpOccurrence, audit: Auditor) -> None:
 # ---------------------------------------------------------------------------
 
 
-class RoundedOutputCheck(Check):
-    """A matmul rounds its result to 16 bits, and a log-softmax, log-sum-exp, softmax, top-k, argmax
-    or difference of a loss is computed from it, in FP32 or not: the logits of a head or of a
-    router, or a return of 300, which has steps of 2 in bfloat16. Not the softmax of attention,
-    which a matmul reads.
-    """
-
-    id = "rounded_output"
-    fix = "jnp.matmul(x, w, preferred_element_type=jnp.float32)"
-
+ROUNDED_OUTPUT = Check(
+    id="rounded_output",
+    explanation="A matmul rounds its result to 16 bits, and a log-softmax, log-sum-exp, softmax,"
+    " top-k, argmax or difference of a loss is computed from it, in FP32 or not: the logits of a"
+    " head or of a router, or a return of 300, which has steps of 2 in bfloat16. Not the softmax of"
+    " attention, which a matmul reads.",
+    fix="jnp.matmul(x, w, preferred_element_type=jnp.float32)",
+)
 
 _SOFTMAX_READS = "; a softmax, log-softmax or log-sum-exp is computed from it"
 _KEEPS_ERROR = _uses.EXACT | _checks.LAYOUT | _checks.named("add mul div tanh")
@@ -225,13 +218,13 @@ class RoundingError(_labels.ConditionalFinding):
 class RoundedOutput(RoundingError):
     """Label of a matmul's 16-bit result."""
 
-    check = RoundedOutputCheck
+    check = ROUNDED_OUTPUT
 
 
 class UserCast(RoundingError):
     """Label of an FP32 value that the user's code casts to 16 bits."""
 
-    check, survives = Loss16BitCheck, _CAST_ERROR
+    check, survives = LOSS_16BIT, _CAST_ERROR
 
 
 class _Computed(_labels.Fact):
@@ -243,7 +236,7 @@ class _Computed(_labels.Fact):
 _COMPUTED = _Computed()
 
 
-@Loss16BitCheck.on_result("dot_general", "conv_general_dilated", "exp", "exp2", "logistic", "tanh")
+@LOSS_16BIT.on_result("dot_general", "conv_general_dilated", "exp", "exp2", "logistic", "tanh")
 def label_computed(op: OpOccurrence, audit: Auditor) -> None:
     """Labels the first functions from which outputs of a model are computed."""
     if op.is_forward:
@@ -258,7 +251,7 @@ class _Difference(_labels.Fact):
     survives = _ELEMENTWISE | _CAST_ERROR | _checks.named("pow logistic log")
 
 
-@Loss16BitCheck.on_result("convert_element_type")
+@LOSS_16BIT.on_result("convert_element_type")
 def label_cast(op: OpOccurrence, audit: Auditor) -> None:
     """Labels an FP32 value that the user casts to 16 bits, and reports it if a softmax reads it.
 
@@ -276,7 +269,7 @@ def label_cast(op: OpOccurrence, audit: Auditor) -> None:
         audit.flow.mark(result, UserCast(op, message, lambda: fix_cast(op)))
 
 
-@RoundedOutputCheck.on_result("dot_general", "conv_general_dilated", "ragged_dot_general")
+@ROUNDED_OUTPUT.on_result("dot_general", "conv_general_dilated", "ragged_dot_general")
 def label_output(op: OpOccurrence, audit: Auditor) -> None:
     """Labels a 16-bit result, and reports it if a softmax or a choice is computed from it."""
     result = op.result
@@ -313,7 +306,7 @@ def _fix_output(op: OpOccurrence, audit: Auditor) -> str:
     return f"{sums}\nWith `{context.loss_code}`, their gradients are multiplied in 16 bits."
 
 
-@RoundedOutputCheck.on_result("sub")
+@ROUNDED_OUTPUT.on_result("sub")
 def label_difference_of_output(op: OpOccurrence, audit: Auditor) -> None:
     """Labels the difference of a rounded result and of a value that does not depend on it."""
     lhs, rhs = op.operands
@@ -356,7 +349,7 @@ def _has_error(rounding: OpOccurrence, var: _jaxprs.Atom, audit: Auditor) -> boo
     return any(label.op.equation is rounding.equation for label in labels)
 
 
-@RoundedOutputCheck.on_operation("reduce_sum")
+@ROUNDED_OUTPUT.on_operation("reduce_sum")
 def check_differences(op: OpOccurrence, audit: Auditor) -> None:
     """Reports a rounded result if a loss is a sum of its differences."""
     if op.is_forward and op.result.aval.size == 1:

@@ -17,16 +17,13 @@ from jaxmp._tools.audit._origins import apply_code, fix_casts, fix_wide, in_word
 from jaxmp._tools.fixes import _rewrite
 from jaxmp._tools.report import _section
 
-
-class ImplicitPromotionCheck(Check):
-    """A 16-bit array and an FP32 (or float64) array meet in an operation without an explicit cast,
-    and the wide result is read by a matmul, promotes other 16-bit arrays, or is returned. A warning
-    for a residual stream that is FP32 from the start.
-    """
-
-    id = "implicit_promotion"
-    fix = "y = y.astype(x.dtype)"
-
+IMPLICIT_PROMOTION = Check(
+    id="implicit_promotion",
+    explanation="A 16-bit array and an FP32 (or float64) array meet in an operation without an"
+    " explicit cast, and the wide result is read by a matmul, promotes other 16-bit arrays, or is"
+    " returned. A warning for a residual stream that is FP32 from the start.",
+    fix="y = y.astype(x.dtype)",
+)
 
 _BINARY = _checks.named("add sub mul div max min pow rem atan2 select_n concatenate")
 _BROADCASTS = _checks.named("broadcast_in_dim reshape")
@@ -39,10 +36,10 @@ class PromotedValue(_labels.ConditionalFinding, _labels.WideValue):
     returns it. A value that is cast back before that was promoted on purpose or at no cost.
     """
 
-    check = ImplicitPromotionCheck
+    check = IMPLICIT_PROMOTION
 
 
-@ImplicitPromotionCheck.on_result("convert_element_type")
+@IMPLICIT_PROMOTION.on_result("convert_element_type")
 def check_promotion(op: OpOccurrence, audit: Auditor) -> None:
     """Labels a cast to a wider dtype that JAX inserted because the other operand is wider.
 
@@ -69,7 +66,7 @@ def check_promotion(op: OpOccurrence, audit: Auditor) -> None:
                 _label_promotion(op, reader, others, audit)
 
 
-@ImplicitPromotionCheck.on_matmul
+@IMPLICIT_PROMOTION.on_matmul
 def report_matmul(op: OpOccurrence, matmul: _matmuls.Matmul, flops: int, audit: Auditor) -> None:
     """Reports promotions that make a matmul wide; their fix is that of the matmul, too."""
     is_wide = bool({_dtypes.FLOAT32, _dtypes.FLOAT64} & {matmul.lhs, matmul.rhs})
@@ -82,7 +79,7 @@ def report_matmul(op: OpOccurrence, matmul: _matmuls.Matmul, flops: int, audit: 
         audit.promotion_fixes.setdefault((op.location.names, op.line), fix)
 
 
-@ImplicitPromotionCheck.on_program
+@IMPLICIT_PROMOTION.on_program
 def report_results(audit: Auditor, traced: _trace.Traced) -> None:
     """Reports promotions of returned values. A softmax, a choice or a loss reads FP32."""
     labels = audit.flow.labels(PromotedValue, *traced.jaxpr.outvars)
@@ -123,7 +120,7 @@ def _label_promotion(
         index = next(n for n, var in enumerate(reader.invars) if var is not result)
         fix = fix_wide("Cast the stream at its start", here, [index], source)
         message = f"{message}: the residual stream or loop carry is {target} from its start."
-        audit.add(ImplicitPromotionCheck, here, message, fix, severity=_checks.WARNING)
+        audit.add(IMPLICIT_PROMOTION, here, message, fix, severity=_checks.WARNING)
     else:
         fix = _fix_promotion(here, result, others, source)
         audit.flow.mark(result, PromotedValue(here, message, fix))
@@ -184,39 +181,31 @@ def _wide_operands(reader: Equation, upcast: Atom, op: OpOccurrence) -> list[Ato
     return [op.body.source_of(var, _BROADCASTS) for var in others]
 
 
-class Fp32MatmulCheck(Check):
-    """A matmul or convolution reads FP32 where the policies require 16 bits. Without policies: it
-    reads FP32 that was cast up from 16 bits.
-    """
-
-    id = "fp32_matmul"
-    fix = "model = jaxmp.load_recipe('bf16').wrap(model)\nfn = jaxmp.autocast(fn, 'bf16')"
-
-
-class OffPolicyMatmulCheck(Check):
-    """A matmul or convolution reads a 16-bit dtype that the policies do not allow for its
-    module.
-    """
-
-    id = "off_policy_matmul"
-    fix = "model = jaxmp.load_recipe('bf16').wrap(model)"
-
-
-class MixedOperandsCheck(Check):
-    """The operands of a matmul or convolution have two dtypes, so it runs in the wider one. A note
-    of speed in the backward pass of a matmul with an FP32 result.
-    """
-
-    id = "mixed_operands"
-    fix = "y = y.astype(x.dtype)"
-
+FP32_MATMUL = Check(
+    id="fp32_matmul",
+    explanation="A matmul or convolution reads FP32 where the policies require 16 bits. Without"
+    " policies: it reads FP32 that was cast up from 16 bits.",
+    fix="model = jaxmp.load_recipe('bf16').wrap(model)\nfn = jaxmp.autocast(fn, 'bf16')",
+)
+OFF_POLICY_MATMUL = Check(
+    id="off_policy_matmul",
+    explanation="A matmul or convolution reads a 16-bit dtype that the policies do not allow for"
+    " its module.",
+    fix="model = jaxmp.load_recipe('bf16').wrap(model)",
+)
+MIXED_OPERANDS = Check(
+    id="mixed_operands",
+    explanation="The operands of a matmul or convolution have two dtypes, so it runs in the wider"
+    " one. A note of speed in the backward pass of a matmul with an FP32 result.",
+    fix="y = y.astype(x.dtype)",
+)
 
 # ---------------------------------------------------------------------------
 # Dtypes
 # ---------------------------------------------------------------------------
 
 
-@MixedOperandsCheck.on_matmul
+@MIXED_OPERANDS.on_matmul
 def check_operands(op: OpOccurrence, matmul: _matmuls.Matmul, flops: int, audit: Auditor) -> None:
     """Reports operands of two dtypes."""
     dtypes = matmul.lhs, matmul.rhs
@@ -237,10 +226,10 @@ def check_operands(op: OpOccurrence, matmul: _matmuls.Matmul, flops: int, audit:
         audit.promotion_fixes.setdefault((op.location.names, op.line), fix)
     fix = promotion_fix(op, audit) or fix
     severity = "" if op.is_forward else _checks.NOTE
-    audit.add(MixedOperandsCheck, op, message, fix, severity=severity, flops=flops)
+    audit.add(MIXED_OPERANDS, op, message, fix, severity=severity, flops=flops)
 
 
-@Fp32MatmulCheck.on_matmul
+@FP32_MATMUL.on_matmul
 def check_fp32(op: OpOccurrence, matmul: _matmuls.Matmul, flops: int, audit: Auditor) -> None:
     """Reports FP32 operands where 16 bits are required, or where they were 16 bits before."""
     if not (matmul.lhs == matmul.rhs == _dtypes.FLOAT32) or _is_fp32_by_design(op, matmul, audit):
@@ -281,7 +270,7 @@ def _is_router(op: OpOccurrence, audit: Auditor) -> bool:
     return op.is_forward and is_narrow and _uses.Use.ORDER in audit.use_of(result)
 
 
-@OffPolicyMatmulCheck.on_matmul
+@OFF_POLICY_MATMUL.on_matmul
 def check_policy(op: OpOccurrence, matmul: _matmuls.Matmul, flops: int, audit: Auditor) -> None:
     """Reports a 16-bit dtype that the policies do not allow."""
     dtype, allowed = matmul.lhs, audit.context.allowed_dtypes(op.location)
@@ -292,24 +281,24 @@ def check_policy(op: OpOccurrence, matmul: _matmuls.Matmul, flops: int, audit: A
     names = " or ".join(sorted(dtype.name for dtype in allowed))
     message = f"{op.name} of {dtype.name}, but the policies require {names}."
     fix = f"Remove casts by hand, and apply the policies:\n    {apply_code(op, audit.context)}"
-    audit.add(OffPolicyMatmulCheck, op, message, fix, flops=flops)
+    audit.add(OFF_POLICY_MATMUL, op, message, fix, flops=flops)
 
 
-@Fp32MatmulCheck.on_program
+@FP32_MATMUL.on_program
 def suggest_autocast(audit: Auditor, _: _trace.Traced) -> None:
     """Replaces the fix where the model is wrapped already, and wrapping does not reach a matmul."""
     rows, context = audit.matmuls, audit.context
     if any(names and _dtypes.is_16bit(jnp.dtype(lhs)) for names, _, lhs, _ in rows):
         for finding in audit.findings:
-            if finding.check in (Fp32MatmulCheck, OffPolicyMatmulCheck):
+            if finding.check in (FP32_MATMUL, OFF_POLICY_MATMUL):
                 finding.fix = finding.fix.replace(context.wrap_code, context.autocast_code)
 
 
-@Fp32MatmulCheck.on_program
+@FP32_MATMUL.on_program
 def report_bytes(audit: Auditor, _: _trace.Traced) -> None:
     """Adds the share of bytes to the messages about matmuls that leave 16 bits."""
     for finding in audit.findings:
-        if finding.check in (Fp32MatmulCheck, MixedOperandsCheck):
+        if finding.check in (FP32_MATMUL, MIXED_OPERANDS):
             size = finding.bytes
             share = f"{size / max(audit.matmul_bytes, 1):.0%} of the bytes of all matmuls"
             message = finding.message.removesuffix(".")
@@ -333,7 +322,7 @@ def _report_fp32(op: OpOccurrence, required: str, flops: int, audit: Auditor) ->
         fix += f"\nOr keep the module in FP32 by a rule:\n    {code}"
     severity = _checks.WARNING if is_highest else _checks.ERROR
     fix = fix or apply_code(op, audit.context)
-    audit.add(Fp32MatmulCheck, op, message, fix, severity=severity, flops=flops)
+    audit.add(FP32_MATMUL, op, message, fix, severity=severity, flops=flops)
 
 
 def _fix_rule(op: OpOccurrence, audit: Auditor) -> str:
@@ -356,17 +345,16 @@ def _fix_rule(op: OpOccurrence, audit: Auditor) -> str:
 # ---------------------------------------------------------------------------
 
 
-class MisalignedMatmulCheck(Check):
-    """A dimension of a matmul is not a multiple of 16 bytes (8 elements in 16 bits, 4 in FP32, 16
-    in FP8). An error if the padding of larger dimensions costs a quarter of all FLOPs.
-    """
+MISALIGNED_MATMUL = Check(
+    id="misaligned_matmul",
+    severity=_checks.NOTE,
+    explanation="A dimension of a matmul is not a multiple of 16 bytes (8 elements in 16 bits, 4 in"
+    " FP32, 16 in FP8). An error if the padding of larger dimensions costs a quarter of all FLOPs.",
+    fix="width = -(-width // 8) * 8",
+)
 
-    id = "misaligned_matmul"
-    fix = "width = -(-width // 8) * 8"
-    severity = _checks.NOTE
 
-
-@MisalignedMatmulCheck.on_matmul
+@MISALIGNED_MATMUL.on_matmul
 def check_sizes(op: OpOccurrence, matmul: _matmuls.Matmul, flops: int, audit: Auditor) -> None:
     """Reports innermost dimensions that are not multiples of 16 bytes."""
     # A step that does not follow its policies yet is padded for their dtype.
@@ -387,7 +375,7 @@ def check_sizes(op: OpOccurrence, matmul: _matmuls.Matmul, flops: int, audit: Au
     else:
         fix = "Round the width up, unless it is one of the data, such as a number of channels:"
         fix += "".join(f"\n    width = {n}" for n in sorted(set(paddings.values())))
-    finding = audit.add(MisalignedMatmulCheck, op, message, fix, flops=flops)
+    finding = audit.add(MISALIGNED_MATMUL, op, message, fix, flops=flops)
     if classes:
         audit.collected[_Classes].append(_Classes(op.line, classes))
     # Smaller sizes, such as three channels or one output, are those of the data, as are classes.

@@ -17,66 +17,51 @@ from jaxmp._tools.fixes import _rewrite
 # ---------------------------------------------------------------------------
 
 
-class Softmax16BitCheck(_checks.Check):
-    """A softmax is computed in 16 bits."""
+SOFTMAX_16BIT = _checks.Check(
+    id="softmax_16bit",
+    explanation="A softmax is computed in 16 bits.",
+    fix="jax.nn.softmax(x.astype(jnp.float32)).astype(x.dtype)",
+    includes_optimizer=True,
+)
+LOSS_16BIT = _checks.Check(
+    id="loss_16bit",
+    explanation="A log-softmax, a log-sum-exp, the differences of a loss or a scalar result of"
+    " the program are computed in 16 bits, or from probabilities and other outputs that a cast"
+    " rounded to 16 bits before.",
+    fix="logits = logits.astype(jnp.float32)",
+    includes_optimizer=True,
+)
+NORM_16BIT = _checks.Check(
+    id="norm_16bit",
+    explanation="The statistics of a normalization are computed in 16 bits.",
+    fix="x = x.astype(jnp.float32)",
+    includes_optimizer=True,
+)
+REDUCTION_16BIT = _checks.Check(
+    id="reduction_16bit",
+    explanation="A sum, a product or a cumulative sum accumulates in 16 bits; the message estimates"
+    " its error. A warning for pooling and for the sums of a backward pass, which JAX makes for"
+    " values that were broadcast or gathered, if the estimate is at least 5 %.",
+    fix="x = x.astype(jnp.float32)",
+    includes_optimizer=True,
+)
+EXP_16BIT = _checks.Check(
+    id="exp_16bit",
+    explanation="An exponential, logarithm, power or trigonometric function of the forward pass is"
+    " computed in 16 bits, or a parameter is rounded before its exponential or softplus. A warning"
+    " for squares and other integer powers in float16, which overflow.",
+    fix="x = x.astype(jnp.float32)",
+)
+ACCUMULATOR_16BIT = _checks.Check(
+    id="accumulator_16bit",
+    explanation="Gradients are accumulated in 16 bits over microbatches or steps, parameters are"
+    " averaged, or other state is updated in 16 bits: counters, metrics, running statistics,"
+    " decayed sums of loops and associative scans.",
+    fix="total = jnp.zeros(p.shape, jnp.float32)\ntotal = total + grads.astype(jnp.float32)",
+    includes_optimizer=True,
+)
 
-    id = "softmax_16bit"
-    fix = "jax.nn.softmax(x.astype(jnp.float32)).astype(x.dtype)"
-    includes_optimizer = True
-
-
-class Loss16BitCheck(_checks.Check):
-    """A log-softmax, a log-sum-exp, the differences of a loss or a scalar result of the program are
-    computed in 16 bits, or from probabilities and other outputs that a cast rounded to 16 bits
-    before.
-    """
-
-    id = "loss_16bit"
-    fix = "logits = logits.astype(jnp.float32)"
-    includes_optimizer = True
-
-
-class Norm16BitCheck(_checks.Check):
-    """The statistics of a normalization are computed in 16 bits."""
-
-    id = "norm_16bit"
-    fix = "x = x.astype(jnp.float32)"
-    includes_optimizer = True
-
-
-class Reduction16BitCheck(_checks.Check):
-    """A sum, a product or a cumulative sum accumulates in 16 bits; the message estimates its error.
-    A warning for pooling and for the sums of a backward pass, which JAX makes for values that were
-    broadcast or gathered, if the estimate is at least 5 %.
-    """
-
-    id = "reduction_16bit"
-    fix = "x = x.astype(jnp.float32)"
-    includes_optimizer = True
-
-
-class Exp16BitCheck(_checks.Check):
-    """An exponential, logarithm, power or trigonometric function of the forward pass is computed in
-    16 bits, or a parameter is rounded before its exponential or softplus. A warning for squares and
-    other integer powers in float16, which overflow.
-    """
-
-    id = "exp_16bit"
-    fix = "x = x.astype(jnp.float32)"
-
-
-class Accumulator16BitCheck(_checks.Check):
-    """Gradients are accumulated in 16 bits over microbatches or steps, parameters are averaged, or
-    other state is updated in 16 bits: counters, metrics, running statistics, decayed sums of loops
-    and associative scans.
-    """
-
-    id = "accumulator_16bit"
-    fix = "total = jnp.zeros(p.shape, jnp.float32)\ntotal = total + grads.astype(jnp.float32)"
-    includes_optimizer = True
-
-
-_FIX_NORM = f"Compute mean and variance in FP32, and cast the result:\n    {Norm16BitCheck.fix}"
+_FIX_NORM = f"Compute mean and variance in FP32, and cast the result:\n    {NORM_16BIT.fix}"
 _NEAR = _checks.LAYOUT | _checks.named("mul div add sub select_n")
 _SUMS = _checks.named("reduce_sum cumsum")
 _SQUARES = _checks.named("square integer_pow")
@@ -96,7 +81,7 @@ _POWERS = _checks.named("integer_pow square one_minus_square")
 # ---------------------------------------------------------------------------
 
 
-@Softmax16BitCheck.on_16_bits
+@SOFTMAX_16BIT.on_16_bits
 def check_softmax(op: _checks.OpOccurrence, dtype: np.dtype, audit: _auditor.Auditor) -> None:
     """Reports the exponential of a softmax."""
     if _role_of_exponential(op) == "softmax":
@@ -104,18 +89,18 @@ def check_softmax(op: _checks.OpOccurrence, dtype: np.dtype, audit: _auditor.Aud
         fix = "" if is_own else _origins.apply_code(op, audit.context)
         fix = fix or _origins.fix_operation(op, dtype.name)
         message = f"softmax in {dtype.name}: its probabilities have {_PRECISION[dtype.name]}."
-        audit.add(Softmax16BitCheck, op, message, fix)
+        audit.add(SOFTMAX_16BIT, op, message, fix)
 
 
-@Loss16BitCheck.on_16_bits
+@LOSS_16BIT.on_16_bits
 def check_loss(op: _checks.OpOccurrence, dtype: np.dtype, audit: _auditor.Auditor) -> None:
     """Reports the exponential or the logarithm of a log-sum-exp."""
     if _role_of_exponential(op) == "log-sum-exp":
         message = f"log-sum-exp in {dtype.name}: log-probabilities have {_PRECISION[dtype.name]}."
-        audit.add(Loss16BitCheck, op, message, _origins.fix_operation(op))
+        audit.add(LOSS_16BIT, op, message, _origins.fix_operation(op))
 
 
-@Loss16BitCheck.on_program
+@LOSS_16BIT.on_program
 def check_results(audit: _auditor.Auditor, traced: _trace.Traced) -> Iterable[_rows.Finding]:
     """Reports 16-bit scalars that the program returns alone or in tuples, such as losses.
 
@@ -129,7 +114,7 @@ def check_results(audit: _auditor.Auditor, traced: _trace.Traced) -> Iterable[_r
         op = traced.maker_of(var, audit.findings) if is_loss else None
         if op is not None:
             message = f"result{jtu.keystr(path)} is a scalar in {aval.dtype.name}."
-            yield Loss16BitCheck.finding(message, _origins.fix_operation(op), op)
+            yield LOSS_16BIT.finding(message, _origins.fix_operation(op), op)
 
 
 def _role_of_exponential(op: _checks.OpOccurrence) -> str:
@@ -190,14 +175,14 @@ def _follows_sum_of_exp(op: _checks.OpOccurrence) -> bool:
 # ---------------------------------------------------------------------------
 
 
-@Norm16BitCheck.on_16_bits
+@NORM_16BIT.on_16_bits
 def check_inverse_root(op: _checks.OpOccurrence, dtype: np.dtype, audit: _auditor.Auditor) -> None:
     """Reports an inverse square root, by which norms multiply."""
     if op.name == "rsqrt" and not op.is_backward:
         _report_norm(op, dtype, audit)
 
 
-@Norm16BitCheck.on_operation("sqrt")
+@NORM_16BIT.on_operation("sqrt")
 def check_root(op: _checks.OpOccurrence, audit: _auditor.Auditor) -> None:
     """Reports the square root of a mean, by which a norm divides."""
     dtype = _checks.half_of(op.operands)
@@ -208,10 +193,10 @@ def check_root(op: _checks.OpOccurrence, audit: _auditor.Auditor) -> None:
 class OnePass(_labels.ConditionalFinding):
     """Label of a 16-bit difference of a mean of squares and of a squared mean."""
 
-    check, survives = Norm16BitCheck, _NEAR | _checks.named("max")
+    check, survives = NORM_16BIT, _NEAR | _checks.named("max")
 
 
-@Norm16BitCheck.on_operation("sub")
+@NORM_16BIT.on_operation("sub")
 def label_variance(op: _checks.OpOccurrence, audit: _auditor.Auditor) -> OnePass | None:
     """Labels a variance in one pass if a part of it was rounded after it was summed."""
     if not op.is_forward:
@@ -227,7 +212,7 @@ def label_variance(op: _checks.OpOccurrence, audit: _auditor.Auditor) -> OnePass
     return OnePass(op, message, _origins.fix_origins(op) or _FIX_NORM)
 
 
-@Norm16BitCheck.on_operation("sqrt", "rsqrt", "pow")
+@NORM_16BIT.on_operation("sqrt", "rsqrt", "pow")
 def report_variance(op: _checks.OpOccurrence, audit: _auditor.Auditor) -> None:
     """Reports the root of a rounded variance."""
     if op.dtype == _dtypes.FLOAT32:
@@ -251,7 +236,7 @@ def _report_norm(op: _checks.OpOccurrence, dtype: np.dtype, audit: _auditor.Audi
     fix = _origins.fix_operation(op, dtype.name, _origins.SUMS)
     if op.location.names and not _rewrite.in_fp32(op.expression):
         fix = _origins.apply_code(op, audit.context)
-    audit.add(Norm16BitCheck, op, message, fix or _FIX_NORM)
+    audit.add(NORM_16BIT, op, message, fix or _FIX_NORM)
 
 
 # ---------------------------------------------------------------------------
@@ -266,10 +251,10 @@ class ForwardUse(_labels.ConditionalFinding):
     that of erf, in an exact GELU, is exp(-x**2).
     """
 
-    check = Exp16BitCheck
+    check = EXP_16BIT
 
 
-@Exp16BitCheck.on_16_bits
+@EXP_16BIT.on_16_bits
 def check_exponential(
     op: _checks.OpOccurrence, dtype: np.dtype, audit: _auditor.Auditor
 ) -> ForwardUse | None:
@@ -291,7 +276,7 @@ def check_exponential(
     # A logarithm that is rounded again is reported where a loss sums it.
     back = "" if op.name in ("log", "log1p") and op.is_own_call else dtype
     fix = _origins.fix_operation(op, back and dtype.name)
-    fix = keep or fix or f"Compute {op.name} in FP32: {Exp16BitCheck.fix}"
+    fix = keep or fix or f"Compute {op.name} in FP32: {EXP_16BIT.fix}"
     use = ForwardUse(op, f"{op.name} in {dtype.name}", fix, _checks.ERROR)
     return _report_forward_use(use, audit)
 
@@ -317,10 +302,10 @@ def _keep_parameter(op: _checks.OpOccurrence, audit: _auditor.Auditor) -> str:
 class RoundedParameter(_labels.ConditionalFinding):
     """Label of a parameter of a user's own module that was rounded to 16 bits."""
 
-    check, survives = Exp16BitCheck, _labels.Summand.survives
+    check, survives = EXP_16BIT, _labels.Summand.survives
 
 
-@Exp16BitCheck.on_operation("convert_element_type")
+@EXP_16BIT.on_operation("convert_element_type")
 def label_parameter(op: _checks.OpOccurrence, audit: _auditor.Auditor) -> RoundedParameter | None:
     """Labels a parameter that a policy rounds."""
     fix = _keep_parameter(op, audit) if _checks.half_of(op.equation.outvars) is not None else ""
@@ -328,7 +313,7 @@ def label_parameter(op: _checks.OpOccurrence, audit: _auditor.Auditor) -> Rounde
     return RoundedParameter(op, message, fix) if fix and op.is_forward else None
 
 
-@Exp16BitCheck.on_operation("exp", "exp2", "expm1")
+@EXP_16BIT.on_operation("exp", "exp2", "expm1")
 def check_parameter(op: _checks.OpOccurrence, audit: _auditor.Auditor) -> None:
     """Reports an exponential in FP32 of a rounded parameter, such as a softplus, but no softmax."""
     if _checks.half_of(op.operands) is None and not _role_of_exponential(op):
@@ -340,14 +325,14 @@ def check_parameter(op: _checks.OpOccurrence, audit: _auditor.Auditor) -> None:
 _ROOTS = ("params", "model")
 
 
-@Exp16BitCheck.on_operation(*_labels.REDUCES)
+@EXP_16BIT.on_operation(*_labels.REDUCES)
 def report_reduced(op: _checks.OpOccurrence, audit: _auditor.Auditor) -> None:
     """Reports exponentials that a reduction of the forward pass reads."""
     if op.is_forward:
         audit.report(ForwardUse, op.operands, "")
 
 
-@Exp16BitCheck.on_program
+@EXP_16BIT.on_program
 def report_results(audit: _auditor.Auditor, traced: _trace.Traced) -> None:
     """Reports exponentials that the program returns."""
     audit.report(ForwardUse, traced.jaxpr.outvars, "")

@@ -13,23 +13,19 @@ from jaxmp._programs import _constructs, _jaxprs, _locations, _matmuls, _operati
 from jaxmp._tools.audit import _auditor, _checks, _dataflow, _hlo_collectives, _labels, _trace
 from jaxmp._tools.audit._check_compiled import CompiledProgram, finding, requires_16_bits
 from jaxmp._tools.audit._check_ops import is_sum
-from jaxmp._tools.audit._checks import Check
 from jaxmp._tools.audit._origins import fix_expression, fix_origins
 from jaxmp._tools.audit._rows import CollectiveRow, Finding
 from jaxmp._tools.fixes import _rewrite
 from jaxmp._tools.report import _section
 
-
-class AllReduce16BitCheck(Check):
-    """Gradients of parameters are summed over devices in 16 bits where the recipe requires FP32 (a
-    warning without policies), or statistics of the batch are averaged.
-    """
-
-    id = "all_reduce_16bit"
-    fix = "grads = jax.lax.pmean(jax.tree.map(lambda g: g.astype(jnp.float32), grads), 'data')"
-    needs_target = "under `jit` with shardings; not for `shard_map` and `pmap`"
-    includes_optimizer = True
-
+ALL_REDUCE_16BIT = _checks.Check(
+    id="all_reduce_16bit",
+    explanation="Gradients of parameters are summed over devices in 16 bits where the recipe"
+    " requires FP32 (a warning without policies), or statistics of the batch are averaged.",
+    fix="grads = jax.lax.pmean(jax.tree.map(lambda g: g.astype(jnp.float32), grads), 'data')",
+    needs_target="under `jit` with shardings; not for `shard_map` and `pmap`",
+    includes_optimizer=True,
+)
 
 # The gradient of a gather in 16 bits is a sum over devices in 16 bits.
 _FIX_GATHER_VJP = """\
@@ -45,7 +41,7 @@ Gather in 16 bits, and sum the gradient in FP32:
     gather.defvjp(lambda w: (gather(w), None), gather_bwd)"""
 
 
-@AllReduce16BitCheck.on_result("psum", "psum_invariant", "reduce_scatter")
+@ALL_REDUCE_16BIT.on_result("psum", "psum_invariant", "reduce_scatter")
 def label_reductions(op: _checks.OpOccurrence, audit: _auditor.Auditor) -> None:
     """Labels a sum over devices in 16 bits."""
     for operand, result in zip(op.operands, op.equation.outvars, strict=True):
@@ -55,7 +51,7 @@ def label_reductions(op: _checks.OpOccurrence, audit: _auditor.Auditor) -> None:
             audit.flow.mark(result, label)
 
 
-@AllReduce16BitCheck.on_operation(*_matmuls.MATMULS)
+@ALL_REDUCE_16BIT.on_operation(*_matmuls.MATMULS)
 def label_activations(op: _checks.OpOccurrence, audit: _auditor.Auditor) -> None:
     """Records that a matmul of the backward pass reads a sum, which is then an activation."""
     if op.is_backward:
@@ -63,7 +59,7 @@ def label_activations(op: _checks.OpOccurrence, audit: _auditor.Auditor) -> None
             label.is_activation = True
 
 
-@AllReduce16BitCheck.on_program
+@ALL_REDUCE_16BIT.on_program
 def report_reductions(audit: _auditor.Auditor, traced: _trace.Traced) -> None:
     """Reports the sums over devices, after the walk."""
     audit.collected[_trace.Traced].append(traced)
@@ -84,7 +80,7 @@ def _report_reduction(reduction: _labels.Reduction16Bit, audit: _auditor.Auditor
     if op.is_forward and not reduction.is_gradient and is_sum(op):
         message = f"statistics of the batch are averaged over devices in {dtype} ({op.name})."
         fix = f"jax.lax.pmean(x.astype(jnp.float32), {name})"
-        audit.add(AllReduce16BitCheck, op, message, fix_origins(op) or fix)
+        audit.add(ALL_REDUCE_16BIT, op, message, fix_origins(op) or fix)
         return
     if not reduction.is_gradient or reduction.is_activation:
         audit.notes[sum_note(dtype)] = None
@@ -100,7 +96,7 @@ def _report_reduction(reduction: _labels.Reduction16Bit, audit: _auditor.Auditor
         fix = "Let JAX sum the gradient of the FP32 parameters, before the loss casts them:\n"
         fix += f"    params = jax.lax.pcast(params, {name}, to='varying')"
     severity = _checks.ERROR if audit.context.requires_fp32_reductions else _checks.WARNING
-    audit.add(AllReduce16BitCheck, op, message, fix, severity=severity)
+    audit.add(ALL_REDUCE_16BIT, op, message, fix, severity=severity)
 
 
 class Constraint(NamedTuple):
@@ -159,54 +155,39 @@ def _split_of(constraint: Constraint, audit: _auditor.Auditor) -> PartitionSpec 
     return None
 
 
-class Fp32AllGatherCheck(Check):
-    """Devices gather a weight of a matmul in FP32, and cast it to 16 bits or FP8. A warning without
-    policies, and for updated FP32 parameters, which ZeRO-1 gathers.
-    """
-
-    id = "fp32_all_gather"
-    fix = (
-        "w = jax.lax.with_sharding_constraint(w.astype(jnp.bfloat16), sharding_of_w)\n"
-        "w = jax.lax.with_sharding_constraint(w, gathered_sharding_of_w)"
-    )
-    needs_target = "yes"
-
-
-class ActivationAllGatherCheck(Check):
-    """Devices gather activations over a mesh axis that splits both the parameters and the batch:
-    XLA made tensor parallelism of a program for FSDP.
-    """
-
-    id = "activation_all_gather"
-    fix = "x = jax.lax.with_sharding_constraint(x, NamedSharding(mesh, P('data')))"
-    severity = _checks.WARNING
-    needs_target = "yes"
-
-
-class KeptWeightsCheck(Check):
-    """Weights that were gathered for the forward pass remain in memory until the backward pass,
-    instead of being gathered again.
-    """
-
-    id = "kept_weights"
-    fix = "model = recipe.wrap(model, shardings=params_shardings)"
-    severity = _checks.WARNING
-    needs_target = "yes"
-
-
-class ReductionPerMicrobatchCheck(Check):
-    """Gradients are summed over devices once in each microbatch, instead of once after all of
-    them.
-    """
-
-    id = "reduction_per_microbatch"
-    fix = (
-        "grads_fn = jax.shard_map(grads_fn, mesh=mesh, in_specs=(P(), P('data')), out_specs=P(),"
-        " axis_names={'data'})"
-    )
-    severity = _checks.WARNING
-    needs_target = "yes"
-
+FP32_ALL_GATHER = _checks.Check(
+    id="fp32_all_gather",
+    explanation="Devices gather a weight of a matmul in FP32, and cast it to 16 bits or FP8. A"
+    " warning without policies, and for updated FP32 parameters, which ZeRO-1 gathers.",
+    fix="w = jax.lax.with_sharding_constraint(w.astype(jnp.bfloat16), sharding_of_w)\n"
+    "w = jax.lax.with_sharding_constraint(w, gathered_sharding_of_w)",
+    needs_target="yes",
+)
+ACTIVATION_ALL_GATHER = _checks.Check(
+    id="activation_all_gather",
+    severity=_checks.WARNING,
+    explanation="Devices gather activations over a mesh axis that splits both the parameters and"
+    " the batch: XLA made tensor parallelism of a program for FSDP.",
+    fix="x = jax.lax.with_sharding_constraint(x, NamedSharding(mesh, P('data')))",
+    needs_target="yes",
+)
+KEPT_WEIGHTS = _checks.Check(
+    id="kept_weights",
+    severity=_checks.WARNING,
+    explanation="Weights that were gathered for the forward pass remain in memory until the"
+    " backward pass, instead of being gathered again.",
+    fix="model = recipe.wrap(model, shardings=params_shardings)",
+    needs_target="yes",
+)
+REDUCTION_PER_MICROBATCH = _checks.Check(
+    id="reduction_per_microbatch",
+    severity=_checks.WARNING,
+    explanation="Gradients are summed over devices once in each microbatch, instead of once after"
+    " all of them.",
+    fix="grads_fn = jax.shard_map(grads_fn, mesh=mesh, in_specs=(P(), P('data')), out_specs=P(),"
+    " axis_names={'data'})",
+    needs_target="yes",
+)
 
 # Smaller arrays, such as those of norms and losses, may be sent in any dtype.
 _SMALL = 4096  # bytes
@@ -279,10 +260,10 @@ _CALL_WITH_SPLIT = """\
     loss, grads = grads_fn(low, batch)"""
 
 
-@AllReduce16BitCheck.on_compiled
+@ALL_REDUCE_16BIT.on_compiled
 def check_reductions(program: CompiledProgram, audit: _auditor.Auditor) -> Iterator[Finding]:
     """Reports sums over devices in 16 bits that the compiler inserted."""
-    reported = {(f.file, f.line) for f in program.traced if f.check == AllReduce16BitCheck.id}
+    reported = {(f.file, f.line) for f in program.traced if f.check == ALL_REDUCE_16BIT.id}
     for row in _large(program):
         is_sum = row.operation in ("all-reduce", "reduce-scatter") and row.dtype in _HALF
         if not is_sum or (row.file, row.line) in reported:
@@ -293,10 +274,10 @@ def check_reductions(program: CompiledProgram, audit: _auditor.Auditor) -> Itera
         size = _section.bytes_text(row.bytes)
         message = f"{size} of gradients are summed over devices in {row.dtype} ({row.operation})."
         severity = _checks.ERROR if audit.context.requires_fp32_reductions else _checks.WARNING
-        yield finding(AllReduce16BitCheck, row, message, _FIX_REDUCE, severity=severity)
+        yield finding(ALL_REDUCE_16BIT, row, message, _FIX_REDUCE, severity=severity)
 
 
-@Fp32AllGatherCheck.on_operation("sharding_constraint")
+@FP32_ALL_GATHER.on_operation("sharding_constraint")
 def collect_constraints(op: _checks.OpOccurrence, audit: _auditor.Auditor) -> None:
     """Collects the constraints of the forward pass, of which some gather weights."""
     if op.is_forward:
@@ -304,7 +285,7 @@ def collect_constraints(op: _checks.OpOccurrence, audit: _auditor.Auditor) -> No
         audit.collected[Constraint].append(Constraint(op, tuple(numbers)))
 
 
-@Fp32AllGatherCheck.on_compiled
+@FP32_ALL_GATHER.on_compiled
 def check_gathers(program: CompiledProgram, audit: _auditor.Auditor) -> Iterator[Finding]:
     """Reports weights that devices gather in a wider dtype than operations read."""
     updates: list[CollectiveRow] = []
@@ -326,13 +307,13 @@ def check_gathers(program: CompiledProgram, audit: _auditor.Auditor) -> Iterator
                 file, line = gather.op.line
                 row = dataclasses.replace(row, file=file, line=line)
             severity = _checks.ERROR if has_policies else _checks.WARNING
-            yield finding(Fp32AllGatherCheck, row, message, fix, severity=severity)
+            yield finding(FP32_ALL_GATHER, row, message, fix, severity=severity)
     if updates:
         message = f"updated parameters are gathered in {updates[0].dtype}."
-        yield _whole(Fp32AllGatherCheck, updates, message, _FIX_UPDATE)
+        yield _whole(FP32_ALL_GATHER, updates, message, _FIX_UPDATE)
 
 
-@ActivationAllGatherCheck.on_compiled
+@ACTIVATION_ALL_GATHER.on_compiled
 def check_activations(program: CompiledProgram, _: _auditor.Auditor) -> Iterator[Finding]:
     """Reports activations that devices gather where they could gather weights."""
     activations = _large(program, _hlo_collectives.ACTIVATION, "all-gather")
@@ -345,10 +326,10 @@ def check_activations(program: CompiledProgram, _: _auditor.Auditor) -> Iterator
             f"activations are gathered over the axis {axis!r}, which splits the parameters and"
         )
         message += " the batch, instead of weights."
-        yield _whole(ActivationAllGatherCheck, rows, message, _FIX_ACTIVATIONS.format(axis=axis))
+        yield _whole(ACTIVATION_ALL_GATHER, rows, message, _FIX_ACTIVATIONS.format(axis=axis))
 
 
-@KeptWeightsCheck.on_compiled
+@KEPT_WEIGHTS.on_compiled
 def check_kept_weights(program: CompiledProgram, audit: _auditor.Auditor) -> Iterator[Finding]:
     """Reports gathered weights that the backward pass reads."""
     weights = _large(program, _hlo_collectives.WEIGHT, "all-gather")
@@ -360,7 +341,7 @@ def check_kept_weights(program: CompiledProgram, audit: _auditor.Auditor) -> Ite
         if audit.collected[_MicrobatchLoop] and not any(row.in_outer_loop for row in rows):
             fix = _FIX_KEPT_IN_LOOP
         message = "gathered weights are kept until the backward pass."
-        yield _whole(KeptWeightsCheck, rows, message, fix)
+        yield _whole(KEPT_WEIGHTS, rows, message, fix)
 
 
 class _MicrobatchLoop(NamedTuple):
@@ -369,7 +350,7 @@ class _MicrobatchLoop(NamedTuple):
     length: int | None
 
 
-@ReductionPerMicrobatchCheck.on_result(*_constructs.LOOPS)
+@REDUCTION_PER_MICROBATCH.on_result(*_constructs.LOOPS)
 def collect_loops(op: _checks.OpOccurrence, audit: _auditor.Auditor) -> None:
     """Collects the loops over microbatches; a loop over training steps updates its arguments."""
     if op.location.differentiated or not op.is_forward:
@@ -381,7 +362,7 @@ def collect_loops(op: _checks.OpOccurrence, audit: _auditor.Auditor) -> None:
         audit.collected[_MicrobatchLoop].append(_MicrobatchLoop(op.loop.length))
 
 
-@ReductionPerMicrobatchCheck.on_compiled
+@REDUCTION_PER_MICROBATCH.on_compiled
 def check_microbatches(program: CompiledProgram, audit: _auditor.Auditor) -> Iterator[Finding]:
     """Reports sums of gradients in a loop over microbatches."""
     loops = audit.collected[_MicrobatchLoop]
@@ -399,7 +380,7 @@ def check_microbatches(program: CompiledProgram, audit: _auditor.Auditor) -> Ite
             fix += _CALL_WITH_SPLIT.format(dtype=_half_dtype(weights))
         else:
             fix += _CALL_WITH_WHOLE
-        yield _whole(ReductionPerMicrobatchCheck, rows, message, fix)
+        yield _whole(REDUCTION_PER_MICROBATCH, rows, message, fix)
 
 
 def _half_dtype(rows: Iterable[CollectiveRow]) -> str:
@@ -423,9 +404,7 @@ def _bytes(rows: list[CollectiveRow]) -> int:
     return sum(row.bytes for row in rows)
 
 
-def _whole(
-    check: type[_checks.Check], rows: list[CollectiveRow], message: str, fix: str
-) -> Finding:
+def _whole(check: _checks.Check, rows: list[CollectiveRow], message: str, fix: str) -> Finding:
     """Returns a warning about the bytes of several rows, at the location of the largest."""
     largest, count = max(rows, key=lambda row: row.bytes), sum(row.count for row in rows)
     message = f"{_section.bytes_text(_bytes(rows))} of {message}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator
 
@@ -20,48 +21,33 @@ from jaxmp._tools.audit._rows import Finding
 from jaxmp._tools.report._section import bytes_text, counted, share_text
 from jaxmp.losses._linear import chunk_rows
 
-
-class SplitAttentionCheck(Check):
-    """The queries, keys and values of cuDNN's attention are copied out of one array."""
-
-    id = "split_attention"
-    fix = (
-        "query, key, value = (nn.Dense(width, name=name)(x) for name in ('query', 'key', 'value'))"
-    )
-    severity = NOTE
-    needs_target = "yes"
-
-
-class RecomputedPassCheck(Check):
-    """`nn.remat` repeats matmuls outside of loops, although the GPU has enough memory."""
-
-    id = "recomputed_pass"
-    fix = (
-        "# Remove nn.remat, or save results that checkpoint_name names:\n"
-        "nn.remat(Block, policy=jax.checkpoint_policies.save_only_these_names('qkv', 'mlp'))"
-    )
-    severity = NOTE
-    needs_target = "yes"
-
-
-class StoredLogitsCheck(Check):
-    """A loss stores logits of 1,024 or more classes, which several kernels read."""
-
-    id = "stored_logits"
-    fix = "loss = jaxmp.losses.linear_cross_entropy(hidden, kernel, labels)"
-    severity = NOTE
-    needs_target = "yes"
-
+_NoteCheck = functools.partial(Check, severity=NOTE, needs_target="yes")
+SPLIT_ATTENTION = _NoteCheck(
+    id="split_attention",
+    explanation="The queries, keys and values of cuDNN's attention are copied out of one array.",
+    fix="query, key, value = (nn.Dense(width, name=name)(x) for name in ('query', 'key', 'value'))",
+)
+RECOMPUTED_PASS = _NoteCheck(
+    id="recomputed_pass",
+    explanation="`nn.remat` repeats matmuls outside of loops, although the GPU has enough memory.",
+    fix="# Remove nn.remat, or save results that checkpoint_name names:\n"
+    "nn.remat(Block, policy=jax.checkpoint_policies.save_only_these_names('qkv', 'mlp'))",
+)
+STORED_LOGITS = _NoteCheck(
+    id="stored_logits",
+    explanation="A loss stores logits of 1,024 or more classes, which several kernels read.",
+    fix="loss = jaxmp.losses.linear_cross_entropy(hidden, kernel, labels)",
+)
 
 # The least share of the bytes of all kernels that a note is about, and the number of notes.
 _LEAST_SHARE, _MOST_NOTES = 0.02, 3
 _LEAST_CLASSES = 1024
 
 # A check, the facts, and the instructions that the note is about with the bytes that they move.
-Note = tuple[type[Check], str, list[tuple[int, Instruction]]]
+Note = tuple[Check, str, list[tuple[int, Instruction]]]
 
 
-@SplitAttentionCheck.on_compiled
+@SPLIT_ATTENTION.on_compiled
 def note_copies(program: CompiledProgram, _: Auditor) -> Iterator[Finding]:
     """Reports the largest avoidable copies of a program for a GPU, the largest first."""
     hlo, chip = program.rows.origins.program, program.chip
@@ -99,7 +85,7 @@ def _copies(program: Program, run: list[Step]) -> Note:
             size = times * _copied(program, kernel, joins)
             copies += [(size, results(program, kernel)[0])] * bool(size)
     text = "kernels beside cuDNN's attention copy parts of one array, or join gradients. They move"
-    return SplitAttentionCheck, text, copies
+    return SPLIT_ATTENTION, text, copies
 
 
 def _copied(program: Program, kernel: Instruction, joins: bool) -> int:
@@ -140,7 +126,7 @@ def _repetitions(program: Program, run: list[Step], free: int) -> Note:
     text = f"{counted(len(again), 'kernel')} repeat the forward pass. Their results would take"
     text += f" {bytes_text(size)} of memory, and {bytes_text(free)} are free. They move"
     sizes = [(step.times * accessed(program, step), first) for step, first in again]
-    return RecomputedPassCheck, text, sizes if has_matmul and size <= free else []
+    return RECOMPUTED_PASS, text, sizes if has_matmul and size <= free else []
 
 
 def _repeats(value: Instruction) -> bool:
@@ -166,7 +152,7 @@ def _losses(program: Program, run: list[Step], chip: _targets.Target) -> Iterato
                 saved = total - _least(matmul)
             text = f"kernels move {matmul.times * sizes[0]:,} x {sizes[1]:,} logits and their"
             text += f" gradients: {bytes_text(total)}. linear_cross_entropy saves"
-            yield StoredLogitsCheck, text, [(saved, matmul.instruction)]
+            yield STORED_LOGITS, text, [(saved, matmul.instruction)]
 
 
 def _touched(program: Program, step: Step, sizes: tuple[int, ...]) -> int:
@@ -202,14 +188,13 @@ def _least(logits: Step) -> int:
 # ---------------------------------------------------------------------------
 
 
-class WideGatherCheck(Check):
-    """More rows of an FP32 table are looked up than it has, and they are cast to 16 bits
-    afterwards. To cast the table first moves fewer bytes.
-    """
-
-    id = "wide_gather"
-    fix = "x = table.astype(jnp.bfloat16)[tokens]"
-    severity = NOTE
+WIDE_GATHER = Check(
+    id="wide_gather",
+    severity=NOTE,
+    explanation="More rows of an FP32 table are looked up than it has, and they are cast to 16 bits"
+    " afterwards. To cast the table first moves fewer bytes.",
+    fix="x = table.astype(jnp.bfloat16)[tokens]",
+)
 
 
 class TableRows(Fact):
@@ -221,7 +206,7 @@ class TableRows(Fact):
         self.op = op
 
 
-@WideGatherCheck.on_operation("gather")
+@WIDE_GATHER.on_operation("gather")
 def label_rows(op: OpOccurrence, audit: Auditor) -> TableRows | None:
     """Labels rows of an FP32 argument."""
     table = op.operands[0]
@@ -230,7 +215,7 @@ def label_rows(op: OpOccurrence, audit: Auditor) -> TableRows | None:
     return TableRows(op) if is_lookup and op.is_forward else None
 
 
-@WideGatherCheck.on_operation("convert_element_type")
+@WIDE_GATHER.on_operation("convert_element_type")
 def check_cast(op: OpOccurrence, audit: Auditor) -> None:
     """Reports looked-up rows that are cast to 16 bits, if to cast the table moves fewer bytes."""
     dtype, result = op.rounded, op.result
@@ -249,4 +234,4 @@ def check_cast(op: OpOccurrence, audit: Auditor) -> None:
             code = f"x = table.astype(jnp.{dtype.name})[tokens]"
             code = code if label.op.is_own_call else f"dtype=jnp.{dtype.name}"
             fix = f"Cast the table before the lookup:\n    {code}"
-            audit.add(WideGatherCheck, label.op, message, fix)
+            audit.add(WIDE_GATHER, label.op, message, fix)

@@ -32,45 +32,34 @@ from jaxmp.optim import _moments, _roles, _rounding
 # ---------------------------------------------------------------------------
 
 
-class OptimizerState16BitCheck(_checks.Check):
-    """The optimizer's moments or accumulators are stored in 16 bits: those of optax, or arrays in
-    which a step averages gradients. A warning for first moments in bfloat16.
-    """
-
-    id = "optimizer_state_16bit"
-    fix = "tx = jaxmp.load_recipe('bf16_params').optimizer(tx)"
-
-
-class UnusedLossScaleCheck(_checks.Check):
-    """A dynamic loss scale is among the arguments, and no gradient was computed with it."""
-
-    id = "unused_loss_scale"
-    fix = "loss, grads = state.value_and_grad(loss_fn)(batch)"
-
-
-class MissingLossScaleCheck(_checks.Check):
-    """The backward pass of a training step multiplies in float16 without a loss scale. A warning
-    for a gradient inside of a loss, such as a penalty or forces, whose scale is not that of the
-    training.
-    """
-
-    id = "missing_loss_scale"
-    fix = (
-        "tx = jaxmp.load_recipe('fp16').optimizer(tx)\n"
-        "loss, grads = state.value_and_grad(loss_fn)(batch)"
-    )
-
-
-class MissingMasterCheck(_checks.Check):
-    """A training step adds its updates to 16-bit parameters, and no FP32 master stores what
-    rounding loses, or it rounds FP32 parameters itself. A warning under a recipe with `master =
-    "none"`.
-    """
-
-    id = "missing_master"
-    fix = "tx = jaxmp.load_recipe('bf16_params').optimizer(tx)"
-    includes_optimizer = True
-
+OPTIMIZER_STATE_16BIT = _checks.Check(
+    id="optimizer_state_16bit",
+    explanation="The optimizer's moments or accumulators are stored in 16 bits: those of optax, or"
+    " arrays in which a step averages gradients. A warning for first moments in bfloat16.",
+    fix="tx = jaxmp.load_recipe('bf16_params').optimizer(tx)",
+)
+UNUSED_LOSS_SCALE = _checks.Check(
+    id="unused_loss_scale",
+    explanation="A dynamic loss scale is among the arguments, and no gradient was computed with"
+    " it.",
+    fix="loss, grads = state.value_and_grad(loss_fn)(batch)",
+)
+MISSING_LOSS_SCALE = _checks.Check(
+    id="missing_loss_scale",
+    explanation="The backward pass of a training step multiplies in float16 without a loss scale. A"
+    " warning for a gradient inside of a loss, such as a penalty or forces, whose scale is not that"
+    " of the training.",
+    fix="tx = jaxmp.load_recipe('fp16').optimizer(tx)\n"
+    "loss, grads = state.value_and_grad(loss_fn)(batch)",
+)
+MISSING_MASTER = _checks.Check(
+    id="missing_master",
+    explanation="A training step adds its updates to 16-bit parameters, and no FP32 master stores"
+    " what rounding loses, or it rounds FP32 parameters itself."
+    ' A warning under a recipe with `master = "none"`.',
+    fix="tx = jaxmp.load_recipe('bf16_params').optimizer(tx)",
+    includes_optimizer=True,
+)
 
 # Fields of optax's states with a first moment: that of Adam, and the momentum of SGD.
 _FIRST_MOMENTS = ("mu", "trace")
@@ -134,7 +123,7 @@ def label_arguments(audit: _auditor.Auditor, traced: Traced) -> None:
 # ---------------------------------------------------------------------------
 
 
-@OptimizerState16BitCheck.on_program
+@OPTIMIZER_STATE_16BIT.on_program
 def check_optimizer_state(audit: _auditor.Auditor, traced: Traced) -> Iterator[Finding]:
     """Reports 16-bit leaves of optimizer states, and moments that are written by hand."""
     step = step_of(audit, traced)
@@ -151,7 +140,7 @@ def check_optimizer_state(audit: _auditor.Auditor, traced: Traced) -> Iterator[F
         yield from _check_moments(step)
 
 
-@UnusedLossScaleCheck.on_program
+@UNUSED_LOSS_SCALE.on_program
 def check_unused_scale(audit: _auditor.Auditor, traced: Traced) -> Iterator[Finding]:
     """Reports loss scales that the backward pass does not depend on."""
     for location, var in traced.dynamic_scales() if audit.has_backward else ():
@@ -159,7 +148,7 @@ def check_unused_scale(audit: _auditor.Auditor, traced: Traced) -> Iterator[Find
             continue
         message = f"the dynamic loss scale at {location} is not applied to the loss, so small"
         message += " float16 gradients underflow."
-        yield UnusedLossScaleCheck.finding(message, _FIX_NNX * bool(traced.nnx_count))
+        yield UNUSED_LOSS_SCALE.finding(message, _FIX_NNX * bool(traced.nnx_count))
 
 
 def _optimizer_state_finding(
@@ -177,7 +166,7 @@ def _optimizer_state_finding(
     nodes = jtu.tree_leaves(traced.arguments, is_leaf=_is_rounded)
     fix = _FIX_INIT if step.trains_fp32 else _FIX_OPTAX_STATE
     fix = _FIX_ROUNDED if any(map(_is_rounded, nodes)) else fix
-    return OptimizerState16BitCheck.finding(
+    return OPTIMIZER_STATE_16BIT.finding(
         message,
         _FIX_AVERAGE if is_average else _fill(fix, dtype),
         next((update.op for update in step.updates.get(numbers[0], ())), None),
@@ -285,7 +274,7 @@ class _Step:
         return not is_read and update.has_gradient and not self.is_average(update)
 
     def findings(
-        self, check: type[_checks.Check], updates: list[Update], text: str, fix: str, **fields: Any
+        self, check: _checks.Check, updates: list[Update], text: str, fix: str, **fields: Any
     ) -> Iterator[Finding]:
         """Yields one finding for each dtype of some updated arguments.
 
@@ -341,7 +330,7 @@ def is_compensated(addition: _jaxprs.Equation, body: _analysis.Body) -> bool:
     return any(total in pair and not operands.isdisjoint(pair) for pair in differences)
 
 
-@MissingMasterCheck.on_program
+@MISSING_MASTER.on_program
 def check_masters(audit: _auditor.Auditor, traced: Traced) -> Iterator[Finding]:
     """Reports 16-bit parameters that are updated in 16 bits."""
     step = step_of(audit, traced)
@@ -356,10 +345,10 @@ def check_masters(audit: _auditor.Auditor, traced: Traced) -> Iterator[Finding]:
         "    loss_fn(jax.tree.map(lambda p: p.astype(jnp.{dtype}), params))"
     )
     text = "are updated without FP32 masters: updates below {least} of a value are rounded away"
-    yield from step.findings(MissingMasterCheck, updates, text, fix, severity=severity)
+    yield from step.findings(MISSING_MASTER, updates, text, fix, severity=severity)
 
 
-@MissingMasterCheck.on_program
+@MISSING_MASTER.on_program
 def check_rounded_masters(audit: _auditor.Auditor, traced: Traced) -> Iterator[Finding]:
     """Reports FP32 parameters whose new values the step rounds to 16 bits."""
     step = step_of(audit, traced)
@@ -375,10 +364,10 @@ def check_rounded_masters(audit: _auditor.Auditor, traced: Traced) -> Iterator[F
             message = f"the step rounds {step.locations[min(numbers)]} to {dtype.name}, although it"
             message += " is FP32: updates below {least} of a value are rounded away."
             fix = "Add the updates in FP32:\n    params = optax.apply_updates(params, updates)"
-            yield MissingMasterCheck.finding(_fill(message, dtype.name), fix, maker)
+            yield MISSING_MASTER.finding(_fill(message, dtype.name), fix, maker)
 
 
-@_check_ops.Accumulator16BitCheck.on_program
+@_check_ops.ACCUMULATOR_16BIT.on_program
 def check_accumulators(audit: _auditor.Auditor, traced: Traced) -> Iterator[Finding]:
     """Reports 16-bit sums of gradients and averages of parameters over steps."""
     step = step_of(audit, traced)
@@ -387,10 +376,10 @@ def check_accumulators(audit: _auditor.Auditor, traced: Traced) -> Iterator[Find
     sums = [update for update in sums if not step.in_optimizer[update.number]]
     text = "accumulate gradients: a sum of ones stops at {limit}"
     if sums:
-        yield from step.findings(_check_ops.Accumulator16BitCheck, sums, text, step.fix(sums[0]))
+        yield from step.findings(_check_ops.ACCUMULATOR_16BIT, sums, text, step.fix(sums[0]))
     averages = list(filter(step.is_average, updates))
     text = "average parameters: changes below {least} of a value are rounded away"
-    yield from step.findings(_check_ops.Accumulator16BitCheck, averages, text, _FIX_AVERAGE)
+    yield from step.findings(_check_ops.ACCUMULATOR_16BIT, averages, text, _FIX_AVERAGE)
 
 
 def _check_moments(step: _Step) -> Iterator[Finding]:
@@ -399,10 +388,10 @@ def _check_moments(step: _Step) -> Iterator[Finding]:
     moments = [u for u in moments if u.factor in (_dataflow.LARGE, _dataflow.UNKNOWN)]
     text = "average gradients: small updates are rounded away"
     if moments:
-        yield from step.findings(OptimizerState16BitCheck, moments, text, step.fix(moments[0]))
+        yield from step.findings(OPTIMIZER_STATE_16BIT, moments, text, step.fix(moments[0]))
 
 
-@MissingLossScaleCheck.on_program
+@MISSING_LOSS_SCALE.on_program
 def check_missing_scale(audit: _auditor.Auditor, traced: Traced) -> Iterable[Finding]:
     """Reports a backward pass in float16 whose cotangents are not scaled."""
     op, step = audit.float16_backward, step_of(audit, traced)
@@ -415,7 +404,7 @@ def check_missing_scale(audit: _auditor.Auditor, traced: Traced) -> Iterable[Fin
     fix = "" if any(step.in_optimizer) else fix
     if traced.nnx_count:
         fix = f"tx = jaxmp.load_recipe('fp16').optimizer(tx)\n{_FIX_NNX}"
-    yield MissingLossScaleCheck.finding(f"{message} become zero.", fix, op)
+    yield MISSING_LOSS_SCALE.finding(f"{message} become zero.", fix, op)
 
 
 class _InnerGradient(NamedTuple):
@@ -425,7 +414,7 @@ class _InnerGradient(NamedTuple):
     is_scaled: bool
 
 
-@MissingLossScaleCheck.on_operation("mul", "div", "broadcast_in_dim", *MATMULS)
+@MISSING_LOSS_SCALE.on_operation("mul", "div", "broadcast_in_dim", *MATMULS)
 def collect_inner_gradients(op: _checks.OpOccurrence, audit: _auditor.Auditor) -> None:
     """Collects float16 matmuls, and loss scales, of gradients inside of a loss."""
     if not op.is_backward:
@@ -441,7 +430,7 @@ def collect_inner_gradients(op: _checks.OpOccurrence, audit: _auditor.Auditor) -
             audit.collected[_InnerGradient].append(_InnerGradient(op, is_scaled))
 
 
-@MissingLossScaleCheck.on_program
+@MISSING_LOSS_SCALE.on_program
 def check_inner_gradients(audit: _auditor.Auditor, _: Traced) -> None:
     """Reports gradients inside of a loss, to which no loss scale is applied."""
     inner = audit.collected[_InnerGradient]
@@ -450,4 +439,4 @@ def check_inner_gradients(audit: _auditor.Auditor, _: Traced) -> None:
         message += " own: elements below 6e-8 become zero."
         fix = "Scale the inner gradient, too, or compute it in FP32:\n"
         fix += "    grads = jaxmp.grad(fn, loss_scale=jaxmp.StaticLossScale(2.0**12))(x)"
-        audit.add(MissingLossScaleCheck, inner[0].op, message, fix, severity=_checks.WARNING)
+        audit.add(MISSING_LOSS_SCALE, inner[0].op, message, fix, severity=_checks.WARNING)

@@ -48,7 +48,7 @@ FIX_ACCUMULATOR = (
 # ---------------------------------------------------------------------------
 
 
-@_check_ops.Reduction16BitCheck.on_16_bits
+@_check_ops.REDUCTION_16BIT.on_16_bits
 def check_sum(op: OpOccurrence, dtype: np.dtype, audit: Auditor) -> None:
     """Reports a reduction of many terms."""
     if op.name not in _check_ops.REDUCTIONS:
@@ -63,17 +63,17 @@ def check_sum(op: OpOccurrence, dtype: np.dtype, audit: Auditor) -> None:
     is_backward = op.is_backward
     if not is_backward and op.name != "reduce_window_sum":
         fix = _origins.fix_operation(op, dtype.name)
-        audit.add(_check_ops.Reduction16BitCheck, op, message, fix)
+        audit.add(_check_ops.REDUCTION_16BIT, op, message, fix)
     elif rounding_error(terms, dtype, in_chunks=in_chunks) >= _NOTABLE:
         fix = ""
         if is_backward:
             message = f"in the gradient of a broadcast or of indexing, {message}"
             code = f"grad = jaxmp.autocast(jax.grad(loss_fn), {audit.context.text})"
             fix = f"Accumulate the gradient in FP32:\n    {code}"
-        audit.add(_check_ops.Reduction16BitCheck, op, message, fix, severity=_checks.WARNING)
+        audit.add(_check_ops.REDUCTION_16BIT, op, message, fix, severity=_checks.WARNING)
 
 
-@_check_ops.Reduction16BitCheck.on_result(*_constructs.LOOPS)
+@_check_ops.REDUCTION_16BIT.on_result(*_constructs.LOOPS)
 def check_loop(op: OpOccurrence, audit: Auditor) -> None:
     """Reports a loop that adds to a 16-bit carry what does not depend on that carry.
 
@@ -89,14 +89,14 @@ def check_loop(op: OpOccurrence, audit: Auditor) -> None:
                 _report_carry(op, before, addition, audit)
 
 
-@_check_ops.Accumulator16BitCheck.on_result("add", "add_any")
+@_check_ops.ACCUMULATOR_16BIT.on_result("add", "add_any")
 def check_terms(op: OpOccurrence, audit: Auditor) -> None:
     """Reports a sum of three or more 16-bit gradients without a loop."""
     terms = audit.flow.labels(_dataflow.Terms, op.result) if _is_after_gradient(op) else ()
     if any(label.number > 2 for label in terms):
         message = f"gradients of several microbatches are summed in {op.dtype.name}."
         fix = _origins.fix_operation(op) or FIX_ACCUMULATOR
-        audit.add(_check_ops.Accumulator16BitCheck, op, message, fix)
+        audit.add(_check_ops.ACCUMULATOR_16BIT, op, message, fix)
 
 
 def _terms(op: OpOccurrence) -> int:
@@ -121,7 +121,7 @@ def _report_carry(
     fix = fix_carry(op, carry, inner, audit)
     if _is_after_gradient(op) and _dataflow.GRADIENT in audit.flow.of(addition.outvars[0]):
         message = f"a loop accumulates gradients in {dtype.name}."
-        audit.add(_check_ops.Accumulator16BitCheck, inner, message, fix)
+        audit.add(_check_ops.ACCUMULATOR_16BIT, inner, message, fix)
         return
     message = f"a loop adds terms in {dtype.name}."
     if loop.length is not None:
@@ -131,7 +131,7 @@ def _report_carry(
             return
         text = error_text(loop.length, dtype, in_chunks=False)
         message = f"a loop adds {loop.length:,} terms in {dtype.name} {text}."
-    audit.add(_check_ops.Reduction16BitCheck, inner, message, fix)
+    audit.add(_check_ops.REDUCTION_16BIT, inner, message, fix)
 
 
 def fix_carry(
@@ -208,7 +208,7 @@ def _is_running(var: _jaxprs.Atom, before: _jaxprs.Atom, loop: _analysis.Body) -
     return source is before or (maker is not None and _adds_to(maker, before, loop))
 
 
-@_check_ops.Accumulator16BitCheck.on_operation("add")
+@_check_ops.ACCUMULATOR_16BIT.on_operation("add")
 def check_associative_scan(op: OpOccurrence, audit: Auditor) -> None:
     """Reports `lax.associative_scan` with sums in 16 bits, which has no equation of its own."""
     dtype = _checks.half_of(op.equation.outvars)
@@ -218,7 +218,7 @@ def check_associative_scan(op: OpOccurrence, audit: Auditor) -> None:
         message = f"an associative scan adds in {dtype.name}, in which a factor of 0.999 is 1."
         fix = f"Cast the {dtype.name} arrays to FP32 before `lax.associative_scan`, and its"
         fix += " results back after it."
-        audit.add(_check_ops.Accumulator16BitCheck, op, message, fix)
+        audit.add(_check_ops.ACCUMULATOR_16BIT, op, message, fix)
 
 
 _KEEPS = _checks.LAYOUT | _checks.named("neg select_n")
@@ -235,7 +235,7 @@ class _Linear(NamedTuple):
     addition: _jaxprs.Equation | None = None
 
 
-@_check_ops.Accumulator16BitCheck.on_result(*_constructs.LOOPS)
+@_check_ops.ACCUMULATOR_16BIT.on_result(*_constructs.LOOPS)
 def check_recurrence(op: OpOccurrence, audit: Auditor) -> None:
     """Reports a 16-bit carry that is scaled and added to in each step.
 
@@ -301,13 +301,13 @@ def _report_recurrence(
     assert linear.addition is not None
     inner = op.made_in(loop, linear.addition)
     fix = fix_carry(op, carry, inner, audit)
-    audit.add(_check_ops.Accumulator16BitCheck, inner, f"{message} away.", fix)
+    audit.add(_check_ops.ACCUMULATOR_16BIT, inner, f"{message} away.", fix)
 
 
 _CHANGES = _checks.named("mul div add sub max min clamp")
 
 
-@_check_ops.Accumulator16BitCheck.on_program
+@_check_ops.ACCUMULATOR_16BIT.on_program
 def check_running_state(audit: Auditor, traced: Traced) -> Iterator[Finding]:
     """Reports sums, counters, statistics and other averages that a step updates in 16 bits."""
     step = _check_state.step_of(audit, traced)
@@ -322,7 +322,7 @@ def check_running_state(audit: Auditor, traced: Traced) -> Iterator[Finding]:
         literals = [abs(float(x.val)) for x in operands if _jaxprs.is_literal(x)]
         wide = "int32" if factor == _dataflow.PLUS and 1 in literals else "float32"
         fix = step.fix(updates[0], wide)
-        yield from step.findings(_check_ops.Accumulator16BitCheck, updates, text, fix)
+        yield from step.findings(_check_ops.ACCUMULATOR_16BIT, updates, text, fix)
 
 
 # ---------------------------------------------------------------------------
@@ -342,11 +342,11 @@ class StateCopy(_labels.Fact):
 class ChangedCopy(_labels.ConditionalFinding):
     """Label of a 16-bit copy that was changed after its master was rounded."""
 
-    check = _check_state.MissingMasterCheck
+    check = _check_state.MISSING_MASTER
     survives = StateCopy.survives | _CHANGES
 
 
-@_check_state.MissingMasterCheck.on_result("convert_element_type")
+@_check_state.MISSING_MASTER.on_result("convert_element_type")
 def label_copy(op: OpOccurrence, audit: Auditor) -> None:
     """Labels the cast of an updated FP32 argument to 16 bits."""
     (operand,) = op.operands
@@ -356,7 +356,7 @@ def label_copy(op: OpOccurrence, audit: Auditor) -> None:
             audit.flow.mark(op.result, StateCopy(label.number, op))
 
 
-@_check_state.MissingMasterCheck.on_operation(*_CHANGES)
+@_check_state.MISSING_MASTER.on_operation(*_CHANGES)
 def label_change(op: OpOccurrence, audit: Auditor) -> ChangedCopy | None:
     """Labels the result of an operation on a copy."""
     copies = audit.flow.labels(StateCopy, *op.operands)
@@ -372,7 +372,7 @@ def label_change(op: OpOccurrence, audit: Auditor) -> ChangedCopy | None:
     return ChangedCopy(op, message, fix)
 
 
-@_check_state.MissingMasterCheck.on_program
+@_check_state.MISSING_MASTER.on_program
 def report_changes(audit: Auditor, traced: Traced) -> None:
     """Reports changed copies that the step returns in place of its 16-bit parameters."""
     shapes = {(v.aval.shape, _checks.dtype_of(v)) for v in traced.variables if v.aval.size > 1}

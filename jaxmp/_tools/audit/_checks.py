@@ -7,7 +7,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from types import CodeType
-from typing import Any, ClassVar, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -23,39 +23,36 @@ from jaxmp._tools.fixes import _source
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Check:
-    """Check of an audit; a subclass is registered when it is defined.
+    """Check of an audit; registered when it is made.
 
-    The docstring of a subclass is its text in `docs/findings.md`.
-
-    Attributes:
+    Args:
       id: its name in findings, such as "fp32_matmul".
+      explanation: what it reports, for `docs/findings.md`.
       fix: the remedy, as code. A function may report a more specific one.
       severity: "error", "warning" or "note". A function may report a warning for a check that is an
         error.
-      needs_target: "no" if the traced program suffices, "yes" if only a compiled program shows the
+      needs_target: "yes" if it requires the compiled program (`target`), "no" if XLA removes the
         defect, or the circumstances in which a compiled program is needed.
       includes_optimizer: True if it also applies to the optimizer's operations: those that read
         values computed from gradients, and from which parameters or moments are computed.
-      explanation: the docstring.
     """
 
-    id: ClassVar[str]
-    fix: ClassVar[str]
-    severity: ClassVar[str] = ERROR
-    needs_target: ClassVar[str] = "no"
-    includes_optimizer: ClassVar[bool] = False
-    explanation: ClassVar[str]
+    id: str
+    explanation: str
+    fix: str
+    severity: str = ERROR
+    needs_target: str = "no"
+    includes_optimizer: bool = False
 
-    def __init_subclass__(cls) -> None:
-        if cls.id in CHECKS:
-            raise ValueError(f"two checks have the id {cls.id!r}")
-        cls.explanation = " ".join((cls.__doc__ or "").split())
-        CHECKS[cls.id] = cls
+    def __post_init__(self) -> None:
+        if self.id in CHECKS:
+            raise ValueError(f"two checks have the id {self.id!r}")
+        CHECKS[self.id] = self
 
-    @classmethod
     def finding(
-        cls, message: str, fix: str = "", at: OpOccurrence | None = None, **fields: Any
+        self, message: str, fix: str = "", at: OpOccurrence | None = None, **fields: Any
     ) -> Finding:
         """Returns a finding of this check.
 
@@ -66,43 +63,37 @@ class Check:
           **fields: other fields of `Finding`.
         """
         file, line = ("", 0) if at is None else at.line
-        fields = {"severity": cls.severity, "file": file, "line": line} | fields
-        return Finding(check=cls.id, message=message, fix=fix or cls.fix, **fields)
+        fields = {"severity": self.severity, "file": file, "line": line} | fields
+        return Finding(check=self.id, message=message, fix=fix or self.fix, **fields)
 
-    @staticmethod
-    def on_operation(*primitives: str) -> Callable[[Function], Function]:
+    def on_operation(self, *primitives: str) -> Callable[[Function], Function]:
         """Registers a function `(op, audit) -> label or None` for some primitives."""
         return _registration([ON_OPERATION[name] for name in primitives])
 
-    @staticmethod
-    def on_result(*primitives: str) -> Callable[[Function], Function]:
+    def on_result(self, *primitives: str) -> Callable[[Function], Function]:
         """Registers a function `(op, audit) -> None` for some primitives."""
         return _registration([ON_RESULT[name] for name in primitives])
 
-    @staticmethod
-    def on_16_bits(function: Function) -> Function:
+    def on_16_bits(self, function: Function) -> Function:
         """Registers a function `(op, dtype, audit) -> label or None`."""
         return _registration([ON_16_BITS])(function)
 
-    @staticmethod
-    def on_matmul(function: Function) -> Function:
+    def on_matmul(self, function: Function) -> Function:
         """Registers a function `(op, matmul, flops, audit) -> None`."""
         return _registration([ON_MATMUL])(function)
 
-    @staticmethod
-    def on_program(function: Function) -> Function:
+    def on_program(self, function: Function) -> Function:
         """Registers a function `(audit, traced) -> findings or None`."""
         return _registration([ON_PROGRAM])(function)
 
-    @staticmethod
-    def on_compiled(function: Function) -> Function:
+    def on_compiled(self, function: Function) -> Function:
         """Registers a function `(program, audit) -> findings`."""
         return _registration([ON_COMPILED])(function)
 
 
 # Id -> check, in the order of the imports in `_audit.py`. Findings of one severity are sorted by
 # it, except for notes.
-CHECKS: dict[str, type[Check]] = {}
+CHECKS: dict[str, Check] = {}
 
 # Primitive -> functions.
 ON_OPERATION: defaultdict[str, list[Callable[..., Any]]] = defaultdict(list)
@@ -126,7 +117,7 @@ def _registration(lists: list[list[Callable[..., Any]]]) -> Callable[[Function],
 class PendingFinding:
     """A finding of the traced program, while operations are still being counted."""
 
-    check: type[Check]
+    check: Check
     severity: str
     names: _jaxprs.Path
     primitive: str
@@ -165,7 +156,7 @@ class PendingFindings:
 
     def add(
         self,
-        check: type[Check],
+        check: Check,
         op: OpOccurrence,
         message: str,
         fix: str = "",

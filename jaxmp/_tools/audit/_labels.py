@@ -45,7 +45,7 @@ _NUMBERS = itertools.count()
 class ConditionalFinding:
     """Label of a value whose finding is reported only if the value has a harmful consequence."""
 
-    check: ClassVar[type[_checks.Check]]
+    check: ClassVar[_checks.Check]
     # The primitives that propagate the label; None: all but reductions.
     survives: ClassVar[frozenset[str] | None] = None
 

@@ -17,11 +17,11 @@ from jaxmp._programs import _analysis, _constructs, _locations, _operations
 from jaxmp._programs._interpreter import Frame
 from jaxmp._tools.audit import _auditor, _check_compiled, _checks, _compile, _dataflow, _hlo_stats
 from jaxmp._tools.audit._check_matmuls import (
-    Fp32MatmulCheck,
-    ImplicitPromotionCheck,
-    MisalignedMatmulCheck,
+    FP32_MATMUL,
+    IMPLICIT_PROMOTION,
+    MISALIGNED_MATMUL,
 )
-from jaxmp._tools.audit._check_ops import Loss16BitCheck
+from jaxmp._tools.audit._check_ops import LOSS_16BIT
 from jaxmp._tools.audit._hlo_collectives import axis_names
 from jaxmp._tools.audit._report import AuditReport
 from jaxmp._tools.audit._rows import SEVERITIES, Finding, MatmulRow, merged
@@ -208,7 +208,7 @@ def with_trials(
 def _joined(findings: list[Finding]) -> list[Finding]:
     """Joins the findings of several checks that have the same fix, except for those of matmuls."""
     # That a result is a scalar is the least specific of them.
-    findings = sorted(findings, key=lambda f: (_sort_key(f)[0], f.check == Loss16BitCheck.id))
+    findings = sorted(findings, key=lambda f: (_sort_key(f)[0], f.check == LOSS_16BIT.id))
     first = findings[0]
     others = {f.check: f for f in findings if f.check != first.check and not f.flops}
     message = first.message
@@ -309,14 +309,14 @@ def _final_findings(auditor: _auditor.Auditor, traced: Traced) -> list[Finding]:
     """
     total = sum(flops for flops, _ in auditor.matmuls.values())
     pending = checked_findings(auditor, traced)
-    fp32_flops = sum(finding.flops for finding in pending if finding.check is Fp32MatmulCheck)
+    fp32_flops = sum(finding.flops for finding in pending if finding.check is FP32_MATMUL)
     are_few = fp32_flops < _SMALL_SHARE * total
     merged: dict[Any, Finding] = {}
     for item in pending:
         severity = item.severity
-        if item.check is MisalignedMatmulCheck and item.harmed_flops >= _LARGE_SHARE * total:
+        if item.check is MISALIGNED_MATMUL and item.harmed_flops >= _LARGE_SHARE * total:
             severity = _checks.ERROR
-        elif _is_minor(item, total) or (item.check is Fp32MatmulCheck and are_few):
+        elif _is_minor(item, total) or (item.check is FP32_MATMUL and are_few):
             severity = _checks.WARNING
         fields = {name: getattr(item, name) for name in ("primitive", "count", "flops")}
         module, (file, line) = _locations.module_of(item.names, auditor.root), item.line
@@ -333,7 +333,7 @@ def _final_findings(auditor: _auditor.Auditor, traced: Traced) -> list[Finding]:
 def _is_minor(finding: _checks.PendingFinding, total: int) -> bool:
     """Returns True for a promotion that concerns a small share of all FLOPs."""
     is_small = 0 < finding.harmed_flops < _SMALL_SHARE * total and not finding.has_other_harm
-    return finding.check is ImplicitPromotionCheck and is_small
+    return finding.check is IMPLICIT_PROMOTION and is_small
 
 
 def _with_line(finding: Finding, definition: tuple[str, int]) -> Finding:
