@@ -1,11 +1,13 @@
 """Assembles the commands, and prints errors."""
 
+import copy
 import inspect
 import platform
+import re
 import shutil
 import sys
-from collections.abc import Sequence
-from typing import Annotated, Any
+from collections.abc import Callable, Sequence
+from typing import Annotated, Any, get_args
 
 import jax
 import typer
@@ -39,6 +41,19 @@ class _Command(typer.core.TyperCommand):
         return inspect.cleandoc(self.help or "").partition("\n")[0]
 
 
+def _document(function: Callable[..., Any] | None) -> str:
+    """Returns the help of a command, and adds that of its options: its docstring and `Args:`."""
+    help_, _, rest = inspect.cleandoc(function.__doc__ or "").partition("\nArgs:\n")
+    entries = re.findall(r"^  (\w+): (.+?)(?=\n  \w|\Z)", rest, re.DOTALL | re.MULTILINE)
+    for name, text in entries:
+        hint = function.__annotations__[name]
+        plain, option = get_args(hint) if hasattr(hint, "__metadata__") else (hint, typer.Option())
+        option = copy.copy(option)
+        option.help = " ".join(text.split())
+        function.__annotations__[name] = Annotated[plain, option]
+    return help_
+
+
 _COMMANDS = {
     "recipes": _show.show_recipes,
     "show": _show.show_recipe,
@@ -53,9 +68,9 @@ for _name, _function in _COMMANDS.items():
     # With `--script`, other options are those of the script.
     _is_script = _name in ("audit", "memory", "plan", "locate")
     _settings = {"ignore_unknown_options": True} if _is_script else None
-    app.command(_name, cls=_Command, context_settings=_settings)(_function)
-for _registered in _show.checkpoint.registered_commands:
-    _registered.cls = _Command
+    app.command(_name, context_settings=_settings)(_function)
+for _registered in (*app.registered_commands, *_show.checkpoint.registered_commands):
+    _registered.cls, _registered.help = _Command, _document(_registered.callback)
 app.add_typer(_show.checkpoint, name="checkpoint")
 
 

@@ -88,15 +88,13 @@ ShareOption = Annotated[
         " XLA_PYTHON_CLIENT_MEM_FRACTION, or 0.75.",
     ),
 ]
-# How a command line names a function of the user, as in `jaxmp audit my_package.train:make_step`.
-FUNCTION_HELP = "package.module:function, or file.py:function."
 StepArgument = Annotated[
     list[str] | None,
     typer.Argument(
         metavar="FUNCTION | ARGUMENTS...",
-        help=f"{FUNCTION_HELP} It takes the recipe, or nothing, and returns the step and its"
-        " arguments, which may be shapes. With --script: the arguments of the script; those that"
-        " are also options of this command go after --.",
+        help="package.module:function, or file.py:function. It takes the recipe, or nothing, and"
+        " returns the step and its arguments, which may be shapes. With --script: the arguments of"
+        " the script; those that are also options of this command go after --.",
     ),
 ]
 

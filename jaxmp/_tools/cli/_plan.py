@@ -21,54 +21,17 @@ _PLAN = "jaxmp plan run.py:make_step --recipes bf16,fp8 --targets a100,h100"
 
 
 def run_plan(
-    targets: Annotated[
-        str,
-        typer.Option(
-            help="Chips, or TOML files that describe them, separated by commas; they do not have"
-            " to be present."
-        ),
-    ],
+    targets: str,
     function: _arguments.StepArgument = None,
-    recipes: Annotated[str, typer.Option(help="Recipes, separated by commas.")] = "bf16,fp8",
-    batches: Annotated[
-        str | None,
-        typer.Option(
-            help='Batch sizes, separated by commas, or "largest" for the one that fits. The'
-            " function takes batch_size."
-        ),
-    ] = None,
-    remat: Annotated[
-        str | None,
-        typer.Option(help="Values of the argument remat, such as false,true."),
-    ] = None,
-    price: Annotated[
-        str,
-        typer.Option(
-            help="Prices of a device for an hour, such as h100=2.10,a100=1.2; adds the cost of a"
-            " billion tokens."
-        ),
-    ] = "",
-    rate: Annotated[
-        str,
-        typer.Option(
-            help="Measured tokens per second of all devices, such as h100/bf16=39000, for the cost."
-        ),
-    ] = "",
-    hosts: Annotated[
-        int | None,
-        typer.Option(help="Hosts of the devices; by default as few as the links of a chip allow."),
-    ] = None,
-    link: Annotated[
-        str,
-        typer.Option(
-            help="Bytes per second of each device in both directions, within and between hosts,"
-            " such as within=900e9,between=100e9, instead of those of the data sheet."
-        ),
-    ] = "",
+    recipes: str = "bf16,fp8",
+    batches: str | None = None,
+    remat: str | None = None,
+    price: str = "",
+    rate: str = "",
+    hosts: int | None = None,
+    link: str = "",
     share: _arguments.ShareOption = None,
-    cache: Annotated[
-        str, typer.Option(metavar="FOLDER", help="Folder for compiled programs; empty for none.")
-    ] = "~/.cache/jaxmp",
+    cache: Annotated[str, typer.Option(metavar="FOLDER")] = "~/.cache/jaxmp",
     script: _arguments.ScriptOption = None,
     name: _arguments.NameOption = None,
     max_seconds: _arguments.SecondsOption = 600.0,
@@ -79,6 +42,21 @@ def run_plan(
 
     The exit status is 1 if no program fits one of the chips. A script runs once for each recipe,
     which replaces the one that the script loads with jaxmp.load_recipe.
+
+    Args:
+      targets: Chips, or TOML files that describe them, separated by commas; they do not have to be
+        present.
+      recipes: Recipes, separated by commas.
+      batches: Batch sizes, separated by commas, or "largest" for the one that fits. The function
+        takes batch_size.
+      remat: Values of the argument remat, such as false,true.
+      price: Prices of a device for an hour, such as h100=2.10,a100=1.2; adds the cost of a billion
+        tokens.
+      rate: Measured tokens per second of all devices, such as h100/bf16=39000, for the cost.
+      hosts: Hosts of the devices; by default as few as the links of a chip allow.
+      link: Bytes per second of each device in both directions, within and between hosts, such as
+        within=900e9,between=100e9, instead of those of the data sheet.
+      cache: Folder for compiled programs; empty for none.
     """
     del share  # its callback sets the environment variable
     options: dict[str, Any] = {

@@ -33,12 +33,14 @@ def show_recipes(json: JsonOption = None) -> None:
 
 def show_recipe(
     recipe: RecipeArgument,
-    ops: Annotated[
-        bool, typer.Option("--ops", help="Print the whole table of operations, with reasons.")
-    ] = False,
+    ops: Annotated[bool, typer.Option("--ops")] = False,
     json: JsonOption = None,
 ) -> None:
-    """Print all settings of a recipe as a recipe file, with the reasons of its rules."""
+    """Print all settings of a recipe as a recipe file, with the reasons of its rules.
+
+    Args:
+      ops: Print the whole table of operations, with reasons.
+    """
     loaded = _recipe.load_recipe(recipe)
     # The keys of a recipe file.
     settings = tomllib.loads(loaded.to_toml())
@@ -88,10 +90,14 @@ _StepOption = Annotated[int | None, typer.Option(help="The step; by default the 
 def show_checkpoint(
     path: _PathArgument,
     step: _StepOption = None,
-    leaves: Annotated[bool, typer.Option("--leaves", help="List every leaf.")] = False,
+    leaves: Annotated[bool, typer.Option("--leaves")] = False,
     json: JsonOption = None,
 ) -> None:
-    """Print the recipe, the master layout and the leaves of a checkpoint."""
+    """Print the recipe, the master layout and the leaves of a checkpoint.
+
+    Args:
+      leaves: List every leaf.
+    """
     checkpointer, step = open_run(path, step)
     info = checkpointer.describe(step)
     if write_json(json, dataclasses.asdict(info) | {"steps": checkpointer.all_steps()}):

@@ -1,6 +1,7 @@
 """`jaxmp audit`, `memory`, `validate` and `locate`.
 
-Each command imports the tool that it runs, so that the others do not load it. Annotations are not
+The `Args:` of a command's docstring are the help of its options. Each command imports the tool that
+it runs, so that the others do not load it. Annotations are not
 strings here, because typer would evaluate each of them at every start.
 """
 
@@ -63,34 +64,27 @@ def in_script(
 
 def run_audit(
     function: _arguments.StepArgument = None,
-    recipe: Annotated[
-        str | None,
-        typer.Option(help="Recipe that the step should follow; the function receives it."),
-    ] = None,
+    recipe: str | None = None,
     json: _arguments.JsonOption = None,
     target: _arguments.TargetOption = None,
     script: _arguments.ScriptOption = None,
     name: _arguments.NameOption = None,
     max_seconds: _arguments.SecondsOption = 600.0,
-    fail_on: Annotated[
-        str,
-        typer.Option(help="Checks whose errors fail, separated by commas; any; or none."),
-    ] = "any",
-    baseline: Annotated[
-        str | None,
-        typer.Option(metavar="FILE", help="Earlier JSON result; fail if there are other errors."),
-    ] = None,
-    full: Annotated[
-        bool,
-        typer.Option("--full", help="Print warnings, modules, kernels and notes too."),
-    ] = False,
-    try_fixes: Annotated[
-        bool,
-        typer.Option("--try/--no-try", help="Trace the step with each fix before it is printed."),
-    ] = True,
+    fail_on: str = "any",
+    baseline: Annotated[str | None, typer.Option(metavar="FILE")] = None,
+    full: Annotated[bool, typer.Option("--full")] = False,
+    try_fixes: Annotated[bool, typer.Option("--try/--no-try")] = True,
     html: _arguments.HtmlOption = None,
 ) -> None:
-    """Print the dtypes in which a training step computes, and what is wrong with them."""
+    """Print the dtypes in which a training step computes, and what is wrong with them.
+
+    Args:
+      recipe: Recipe that the step should follow; the function receives it.
+      fail_on: Checks whose errors fail, separated by commas; any; or none.
+      baseline: Earlier JSON result; fail if there are other errors.
+      full: Print warnings, modules, kernels and notes too.
+      try_fixes: Trace the step with each fix before it is printed.
+    """
     from jaxmp._tools.audit import _audit, _report
 
     wanted = [check for check in _arguments.split_items(fail_on) if check != "none"]
@@ -151,16 +145,9 @@ def _busy(description: str) -> Iterator[None]:
 
 def run_memory(
     function: _arguments.StepArgument = None,
-    recipe: Annotated[str | None, typer.Option(help="Recipe; the function receives it.")] = None,
+    recipe: str | None = None,
     target: _arguments.TargetOption = None,
-    exact: Annotated[
-        bool | None,
-        typer.Option(
-            "--exact/--estimate",
-            help="Compile for the target, or estimate. By default, compile for GPUs if XLA's"
-            " compiler is installed.",
-        ),
-    ] = None,
+    exact: Annotated[bool | None, typer.Option("--exact/--estimate")] = None,
     share: _arguments.ShareOption = None,
     script: _arguments.ScriptOption = None,
     name: _arguments.NameOption = None,
@@ -172,6 +159,11 @@ def run_memory(
 
     The exit status is 1 if it does not fit, and 0 if it may. Of several steps of a script, and of
     the phases of a recipe, the largest counts.
+
+    Args:
+      recipe: Recipe; the function receives it.
+      exact: Compile for the target, or estimate. By default, compile for GPUs if XLA's compiler is
+        installed.
     """
     del share  # its callback sets the environment variable
     settings: dict[str, Any] = {"target": target, "exact": exact}
@@ -206,42 +198,17 @@ _VALIDATE = "jaxmp validate run.py:make_run --recipes bf16,fp16 --steps 500"
 
 
 def run_validate(
-    function: Annotated[
-        str,
-        typer.Argument(
-            metavar="FUNCTION",
-            help=f"{_arguments.FUNCTION_HELP} It takes a recipe and a seed, and returns a"
-            " jaxmp.TrainingRun.",
-        ),
-    ],
-    recipes: Annotated[
-        str, typer.Option(help="Recipes to compare, separated by commas.")
-    ] = "bf16,fp16,fp8",
-    reference_recipe: Annotated[str, typer.Option(help="Recipe to compare with.")] = "fp32",
-    seeds: Annotated[int, typer.Option(help="Number of seeds.")] = 3,
-    steps: Annotated[int, typer.Option(help="Training steps of each run.")] = 200,
-    budget: Annotated[
-        float | None,
-        typer.Option(help="Largest relative increase of the loss, such as 0.005."),
-    ] = None,
-    metrics: Annotated[
-        str, typer.Option(help="Directions of metrics, such as reward=max,loss=min.")
-    ] = "",
-    baseline: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE",
-            help="Earlier JSON result; fail if loss or gradient error are worse.",
-        ),
-    ] = None,
+    function: Annotated[str, typer.Argument(metavar="FUNCTION")],
+    recipes: str = "bf16,fp16,fp8",
+    reference_recipe: str = "fp32",
+    seeds: int = 3,
+    steps: int = 200,
+    budget: float | None = None,
+    metrics: str = "",
+    baseline: Annotated[Path | None, typer.Option(metavar="FILE")] = None,
     json: _arguments.JsonOption = None,
-    resume: Annotated[
-        bool,
-        typer.Option(
-            "--resume", help="Go on with the runs in the file of --json, which Ctrl-C has left."
-        ),
-    ] = False,
-    full: Annotated[bool, typer.Option("--full", help="Print every module and seed.")] = False,
+    resume: Annotated[bool, typer.Option("--resume")] = False,
+    full: Annotated[bool, typer.Option("--full")] = False,
     html: _arguments.HtmlOption = None,
 ) -> None:
     """Train candidate precisions and the reference, and print which are good enough.
@@ -249,6 +216,19 @@ def run_validate(
     Exits with 1 if a candidate fails or a figure is worse than in the baseline, otherwise with 3 if
     a candidate differs: it is better than the reference by more than its budget, or computes
     another loss. Inconclusive candidates exit with 0.
+
+    Args:
+      function: package.module:function, or file.py:function. It takes a recipe and a seed, and
+        returns a jaxmp.TrainingRun.
+      recipes: Recipes to compare, separated by commas.
+      reference_recipe: Recipe to compare with.
+      seeds: Number of seeds.
+      steps: Training steps of each run.
+      budget: Largest relative increase of the loss, such as 0.005.
+      metrics: Directions of metrics, such as reward=max,loss=min.
+      baseline: Earlier JSON result; fail if loss or gradient error are worse.
+      resume: Go on with the runs in the file of --json, which Ctrl-C has left.
+      full: Print every module and seed.
     """
     from jaxmp._tools.validate._report import DIFFERS, FAIL, find_regressions
 
@@ -294,25 +274,10 @@ def run_validate(
 
 
 def run_locate(
-    function: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="FUNCTION | ARGUMENTS...",
-            help=f"{_arguments.FUNCTION_HELP} It takes the description of the checkpoint, or"
-            " nothing, and returns the step and its arguments: a state, and a batch or an iterator"
-            " of batches. With --script: the arguments of the script.",
-        ),
-    ] = None,
-    checkpoint: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="DIR",
-            help="Checkpoint of the state, or of a tuple of the first arguments, such as a model"
-            " and its optimizer, that are restored.",
-        ),
-    ] = None,
-    step: Annotated[int | None, typer.Option(help="Its step; by default the latest.")] = None,
-    batches: Annotated[int, typer.Option(min=1, help="Largest number of batches.")] = 1000,
+    function: Annotated[list[str] | None, typer.Argument(metavar="FUNCTION | ARGUMENTS...")] = None,
+    checkpoint: Annotated[Path | None, typer.Option(metavar="DIR")] = None,
+    step: int | None = None,
+    batches: Annotated[int, typer.Option(min=1)] = 1000,
     script: _arguments.ScriptOption = None,
     name: _arguments.NameOption = None,
     max_seconds: _arguments.SecondsOption = 600.0,
@@ -323,6 +288,15 @@ def run_locate(
 
     A script runs until the arguments of a step are not finite or a step was skipped. Exits with 1
     if there is such a value, and with 0 if the step is finite.
+
+    Args:
+      function: package.module:function, or file.py:function. It takes the description of the
+        checkpoint, or nothing, and returns the step and its arguments: a state, and a batch or an
+        iterator of batches. With --script: the arguments of the script.
+      checkpoint: Checkpoint of the state, or of a tuple of the first arguments, such as a model and
+        its optimizer, that are restored.
+      step: Its step; by default the latest.
+      batches: Largest number of batches.
     """
     if step is not None and checkpoint is None:
         raise JaxmpError("--step requires --checkpoint DIR, such as --checkpoint checkpoints.")

@@ -54,18 +54,21 @@ class Evidence(NamedTuple):
     """Everything that a diagnosis may use.
 
     Args:
-      result: differences at the compared steps, and comparison of the whole training.
       trained: the runs of the candidate.
       gradient_budget: largest error of the gradient that passes.
       trial: a compared step repeated without roundings; None if no gradients were compared.
       note: the reason why a step was not repeated.
     """
 
-    result: _rows.CandidateResult
     trained: Trained
     gradient_budget: float
     trial: _trials.Trial | None = None
     note: str = ""
+
+    @property
+    def result(self) -> _rows.CandidateResult:
+        """Differences at the compared steps, and comparison of the whole training."""
+        return self.trained.result
 
     @property
     def scale(self) -> float:
@@ -82,14 +85,12 @@ class Evidence(NamedTuple):
 Diagnosis = tuple[float, _rows.Cause] | None
 
 
-def diagnose(
-    result: _rows.CandidateResult, trained: Trained, gradient_budget: float
-) -> tuple[_rows.Cause, ...]:
+def diagnose(trained: Trained, gradient_budget: float) -> tuple[_rows.Cause, ...]:
     """Returns the causes that the measurements support, the most important first.
 
     If there is none, and gradients were compared, the only item is the location of the error.
     """
-    evidence, rows = Evidence(result, trained, gradient_budget), result.gradients
+    evidence, rows = Evidence(trained, gradient_budget), trained.result.gradients
     try:
         trial = trained.repeat(_trials.step_to_repeat(rows)) if rows else None
         evidence = evidence._replace(trial=trial)
@@ -97,10 +98,8 @@ def diagnose(
         # A step that cannot be emulated does not invalidate the verdict.
         note = f"The step was not repeated in FP32: {type(error).__name__}: {str(error)[:200]}"
         evidence = evidence._replace(note=note)
-    diagnoses = [
-        each(evidence) for each in (_underflow, _masters, _lines, _overflow, _skipped)
-    ] + _patterns(evidence)
-    supported = [diagnosis for diagnosis in diagnoses if diagnosis is not None]
+    diagnoses = [each(evidence) for each in (_underflow, _masters, _lines, _overflow, _skipped)]
+    supported = list(filter(None, [*diagnoses, *_patterns(evidence)]))
     supported.sort(key=lambda diagnosis: -diagnosis[0])
     causes = tuple({cause.id: cause for _, cause in reversed(supported)}.values())[::-1]
     return causes if causes or not rows else (_located(evidence),)

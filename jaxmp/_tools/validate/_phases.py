@@ -23,6 +23,26 @@ class PhaseSteps(NamedTuple):
     start: int
     stop: int
 
+    def record_of(self, record: TrainingRecord) -> TrainingRecord:
+        """Returns a record of the steps of the phase, with the evaluations until its end."""
+        steps, (start, stop) = slice(self.start, self.stop), self[2:]
+        count = sum(step <= stop for step in record.eval_steps)
+        return dataclasses.replace(
+            record,
+            losses=record.losses[steps],
+            gradient_norms=record.gradient_norms[steps],
+            loss_scales=record.loss_scales[steps],
+            skipped=tuple(n - start for n in record.skipped if start <= n < stop),
+            eval_steps=record.eval_steps[:count],
+            evaluations={name: values[:count] for name, values in record.evaluations.items()},
+        )
+
+    def differences_of(self, result: CandidateResult) -> CandidateResult:
+        """Returns a result with its differences at the compared steps of the phase."""
+        is_own = lambda row: self.start <= row.step < self.stop
+        rows = {name: getattr(result, name) for name in ("gradients", "modules", "patterns")}
+        return dataclasses.replace(result, **{n: tuple(filter(is_own, rows[n])) for n in rows})
+
 
 def phases_of(name: str, recipe: _recipe.Recipe, steps: int) -> list[PhaseSteps]:
     """Returns the phases of a run; one phase for a recipe without phases.
@@ -78,29 +98,3 @@ def make_runs(
 def at_step(phases: Mapping[int, T], step: int) -> T:
     """Returns the value of the phase of a step, from the values by the first step of each."""
     return phases[max(start for start in phases if start <= step)]
-
-
-def records_of(phase: PhaseSteps, records: Sequence[TrainingRecord]) -> list[TrainingRecord]:
-    """Returns the records of the steps of a phase, with the evaluations until its end."""
-    return [_record_of(phase, record) for record in records]
-
-
-def differences_of(phase: PhaseSteps, result: CandidateResult) -> CandidateResult:
-    """Returns a result with its differences at the compared steps of a phase."""
-    is_own = lambda row: phase.start <= row.step < phase.stop
-    rows = {name: getattr(result, name) for name in ("gradients", "modules", "patterns")}
-    return dataclasses.replace(result, **{n: tuple(filter(is_own, rows[n])) for n in rows})
-
-
-def _record_of(phase: PhaseSteps, record: TrainingRecord) -> TrainingRecord:
-    steps = slice(phase.start, phase.stop)
-    count = sum(step <= phase.stop for step in record.eval_steps)
-    return dataclasses.replace(
-        record,
-        losses=record.losses[steps],
-        gradient_norms=record.gradient_norms[steps],
-        loss_scales=record.loss_scales[steps],
-        skipped=tuple(n - phase.start for n in record.skipped if phase.start <= n < phase.stop),
-        eval_steps=record.eval_steps[:count],
-        evaluations={name: values[:count] for name, values in record.evaluations.items()},
-    )

@@ -35,19 +35,23 @@ class StepRow(NamedTuple):
     skipped: _typing.Array
 
 
-# (arrays, batch) -> (arrays, measurements).
-Advance = Callable[[_typing.PyTree, _typing.PyTree], tuple[_typing.PyTree, StepRow]]
-
-
 class Program(NamedTuple):
-    """A compiled step, and the evaluation of its arrays."""
+    """A compiled step, (arrays, batch) -> (arrays, `StepRow`), and the evaluation of its arrays."""
 
-    advance: Advance
-    evaluate: Callable[[_typing.PyTree], dict[str, _typing.Array]]
+    advance: Callable[..., Any]
+    evaluate: Callable[..., Any]
 
 
-def compile_step(run: _pure.PureRun) -> Advance:
-    """Compiles the step of a run, so that it donates its arrays and returns a `StepRow`."""
+def compile_run(
+    run: _pure.PureRun, compiled: dict[str, Callable[..., Any]], step: str, evaluation: str
+) -> Program:
+    """Returns the programs of a run, of which those with equal hashes are compiled once.
+
+    Args:
+      run: the run. Its compiled step donates its arrays, and returns a `StepRow`.
+      compiled: hash -> program.
+      step, evaluation: the hashes of the run.
+    """
 
     def advance(arrays: _typing.PyTree, batch: _typing.PyTree) -> tuple[_typing.PyTree, StepRow]:
         before = run.opt_state(arrays)
@@ -56,7 +60,12 @@ def compile_step(run: _pure.PureRun) -> Advance:
         norm = jnp.float32(_NO_NORM) if result.grads is None else global_norm(result.grads)
         return new, StepRow(result.loss, norm, _pure.loss_scale_of(before), skipped)
 
-    return jax.jit(advance, donate_argnums=0).lower(run.arrays, run.first).compile()
+    if step not in compiled:
+        lowered = jax.jit(advance, donate_argnums=0).lower(run.arrays, run.first)
+        compiled[step] = lowered.compile()
+    if evaluation and evaluation not in compiled:
+        compiled[evaluation] = jax.jit(run.evaluate)
+    return Program(compiled[step], compiled.get(evaluation, run.evaluate))
 
 
 def global_norm(tree: _typing.PyTree) -> _typing.Array:
@@ -66,25 +75,13 @@ def global_norm(tree: _typing.PyTree) -> _typing.Array:
     return jnp.sqrt(jnp.sum(jnp.stack(squares))) if squares else jnp.float32(0)
 
 
-class Hashes(NamedTuple):
-    """Hashes of a traced run: seeds with equal ones share a compiled program.
-
-    Args:
-      step: hash of the step.
-      evaluation: hash of the evaluation; "" if JAX cannot trace it.
-    """
-
-    step: str
-    evaluation: str
-
-    @classmethod
-    def of(cls, run: _pure.PureRun) -> Hashes:
-        """Returns the hashes of a run."""
-        try:
-            evaluation = _hash(run.evaluate, run.arrays)
-        except _UNTRACEABLE:
-            evaluation = ""
-        return cls(_hash(run.step, run.arrays, run.first), evaluation)
+def hashes_of(run: _pure.PureRun) -> tuple[str, str]:
+    """Returns the hashes of a traced step and of the evaluation, "" if JAX cannot trace it."""
+    try:
+        evaluation = _hash(run.evaluate, run.arrays)
+    except _UNTRACEABLE:
+        evaluation = ""
+    return _hash(run.step, run.arrays, run.first), evaluation
 
 
 def _hash(function: Callable[..., _typing.PyTree], *args: _typing.PyTree) -> str:
