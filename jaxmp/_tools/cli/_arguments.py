@@ -17,7 +17,6 @@ import typer
 
 import jaxmp
 from jaxmp._core import _messages
-from jaxmp._tools.cli._output import check_output
 from jaxmp.errors import JaxmpError
 
 T = TypeVar("T")
@@ -33,13 +32,11 @@ JsonOption = Annotated[
     typer.Option(
         "--json",
         metavar="FILE",
-        callback=check_output,
         help="Write the result as JSON; - prints it instead of the text.",
     ),
 ]
 HtmlOption = Annotated[
-    str | None,
-    typer.Option(metavar="FILE", callback=check_output, help="Write the report as an HTML page."),
+    str | None, typer.Option(metavar="FILE", help="Write the report as an HTML page.")
 ]
 ScriptOption = Annotated[
     str | None,

@@ -71,29 +71,8 @@ def write_report(report: Report, json: str | None, html: str | None, *, full: bo
         write_file(html, report.to_html(full=full))
 
 
-def check_output(file: str | None) -> str | None:
-    """Checks that a file of an option can be written, before the work starts.
-
-    Args:
-      file: None, "-" for standard output, or a path.
-
-    Raises:
-      JaxmpError: if it is a directory, or its directory does not exist or is not writable.
-    """
-    if file in (None, "-"):
-        return file
-    path = os.path.realpath(file)
-    target = file if os.path.exists(file) else os.path.dirname(path)
-    if file and not os.path.islink(path) and not os.path.isdir(file) and os.access(target, os.W_OK):
-        return file
-    raise JaxmpError(
-        f"{file!r} cannot be written. Name a file in a directory that exists, and that this user"
-        " may write to."
-    )
-
-
 def check_outputs(command: str, parameters: Mapping[str, object]) -> None:
-    """Checks that the outputs of a command replace earlier results of it alone.
+    """Checks before the work that the outputs of a command can be written.
 
     Args:
       command: its name.
@@ -101,9 +80,10 @@ def check_outputs(command: str, parameters: Mapping[str, object]) -> None:
         `file.py:function`, or one of several recipes.
 
     Raises:
-      JaxmpError: if a result would replace an input, another result, or any other file.
+      JaxmpError: if an output is a directory, or its directory does not exist or is not writable;
+        if it would replace an input, another result, or any file but an earlier result.
     """
-    outputs = {name: parameters[name] for name in ("json", "html") if parameters.get(name)}
+    outputs = {x: str(parameters[x]) for x in ("json", "html") if parameters.get(x) is not None}
     used: dict[str, str] = {}
     inputs = [value for name, value in parameters.items() if name not in outputs]
     lists = (value if isinstance(value, list) else [value] for value in inputs)
@@ -112,16 +92,23 @@ def check_outputs(command: str, parameters: Mapping[str, object]) -> None:
             for file in (part.strip(), part.strip().rpartition(":")[0]):
                 used |= {os.path.realpath(file): "an input"} if os.path.isfile(file) else {}
     for name, file in outputs.items():
-        path = os.path.realpath(str(file))
+        path = os.path.realpath(file)
+        target = file if os.path.exists(file) else os.path.dirname(path)
+        is_file = file and not os.path.islink(path) and not os.path.isdir(file)
+        if file != "-" and not (is_file and os.access(target, os.W_OK)):
+            raise JaxmpError(
+                f"{file!r} cannot be written. Name a file in a directory that exists, and that this"
+                " user may write to."
+            )
         if file != "-" and path in used:
             raise JaxmpError(
-                f"--{name} {str(file)!r} is {used[path]} of this command. "
+                f"--{name} {file!r} is {used[path]} of this command. "
                 f"Write another file: --{name} result.{name}"
             )
         used[path] = f"the --{name}"
         if os.path.isfile(path) and not _is_earlier(command, name, path):
             raise JaxmpError(
-                f"--{name} {str(file)!r} exists, and is not an earlier result of jaxmp {command}. "
+                f"--{name} {file!r} exists, and is not an earlier result of jaxmp {command}. "
                 f"Remove it, or write another file: --{name} result.{name}"
             )
 

@@ -12,6 +12,7 @@ from jaxmp._programs import _jaxprs, _locations
 from jaxmp._tools.audit import _trace
 from jaxmp._tools.fixes import _source, _trial
 from jaxmp._tools.nonfinite import _causes, _measure, _record, _report
+from jaxmp._tools.nonfinite._record import Region
 from jaxmp._tools.nonfinite._walk import Argument, Operation, Variable, Walk
 
 
@@ -220,26 +221,19 @@ def _reason(scale: _measure.ScaleArgument | None) -> str:
 
 def _roots(walk: Walk) -> list[Variable]:
     """Returns the results that are not finite, and gradients whose finiteness the step checks."""
-    root = walk.recorded.root
+    root, has_gradient = walk.recorded.root, walk.recorded.has_gradient
     results = [Variable(root, (), var) for var in root.body.outvars if not _jaxprs.is_literal(var)]
-    for region, equation, location in walk.recorded.equations():
+
+    def checked(region: Region, equation: Any, location: _locations.Location) -> list[Any]:
         is_check = equation.primitive.name == "is_finite" and not location.differentiated
-        if is_check and walk.recorded.has_gradient:
-            var = equation.invars[0]
-            results += [Variable(region, at, var) for at in walk.recorded.positions(region)]
-    return [result for result in results if walk.code(result)]
+        return equation.invars[:1] if is_check and has_gradient else []
+
+    return [*filter(walk.code, results), *_broken(walk, checked)]
 
 
 def _values_of_loss(walk: Walk) -> list[Variable]:
     """Returns the values inside of differentiated functions that are not finite."""
-    values = [
-        Variable(region, at, var)
-        for region, equation, location in walk.recorded.equations()
-        if location.differentiated
-        for at in walk.recorded.positions(region)
-        for var in equation.outvars
-    ]
-    return [value for value in values if walk.code(value)]
+    return _broken(walk, lambda _, equation, at: equation.outvars if at.differentiated else [])
 
 
 def _unused_results(walk: Walk) -> list[Variable]:
@@ -247,10 +241,24 @@ def _unused_results(walk: Walk) -> list[Variable]:
 
     A loss that a step does not return is such a value.
     """
-    unused = []
-    for region, equation, location in walk.recorded.equations():
-        if location.phase == _jaxprs.FORWARD and location.differentiated:
-            free = [var for var in equation.outvars if var not in region.index.consumers]
-            for at in walk.recorded.positions(region) if free else ():
-                unused += [Variable(region, at, var) for var in free]
-    return [variable for variable in unused if walk.code(variable)]
+
+    def unused(region: Region, equation: Any, location: _locations.Location) -> list[Any]:
+        is_forward = location.phase == _jaxprs.FORWARD and location.differentiated
+        return [v for v in equation.outvars if is_forward and v not in region.index.consumers]
+
+    return _broken(walk, unused)
+
+
+def _broken(walk: Walk, choose: Callable[..., list[Any]]) -> list[Variable]:
+    """Returns the values that are not finite, of the variables that a function chooses.
+
+    Args:
+      walk: the walk.
+      choose: (region, equation, location) -> variables.
+    """
+    values = []
+    for region, *equation in walk.recorded.equations():
+        chosen = choose(region, *equation)
+        for at in walk.recorded.positions(region) if chosen else ():
+            values += [Variable(region, at, var) for var in chosen]
+    return list(filter(walk.code, values))

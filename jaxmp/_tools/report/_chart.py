@@ -16,14 +16,6 @@ _DASHES = ("-", "-", "--", ":", "-.", (0, (10, 4)))
 _LIGHT = ("#59636e", "#1f2328", "#0067b0", "#b94700", "#00765a", "#9a3b7f", "#7a6200")
 _DARK = ("#9198a1", "#e6edf3", "#56b4e9", "#f28c4a", "#2fbf95", "#dd8ec0", "#e0c341")
 
-STYLE = """
-.jaxmp .charts { display: grid; gap: 1rem 1.5rem; margin: .6rem 0;
-  grid-template-columns: repeat(auto-fill, minmax(min(22rem, 100%), 1fr)); }
-.jaxmp figure { margin: 0; min-width: 0; break-inside: avoid; }
-.jaxmp figcaption { font-weight: 600; } .jaxmp figcaption span { font-weight: 400; }
-.jaxmp figure img { width: 100%; max-width: 32rem; }
-"""
-
 
 class Curve(NamedTuple):
     """Curve of a chart.

@@ -5,58 +5,28 @@ from __future__ import annotations
 import html
 import re
 from collections.abc import Iterable
+from pathlib import Path
 
 from jaxmp._tools.report import _section, _text
 
-# The contrast of text and page is at least 4.5 in both schemes (WCAG 2.2, AA).
-_STYLE = """
-.jaxmp { --ink: #1f2328; --soft: #59636e; --rule: #d1d9e0; --page: #ffffff; --good: #1a7f37;
-  --bad: #cf222e; color-scheme: light dark; color: var(--ink); background: var(--page);
-  font: 14px/1.45 system-ui, sans-serif; margin: 0 auto; max-width: 82rem; padding: 1.5rem; }
-body:has(> .jaxmp) { margin: 0; color-scheme: light dark; background: light-dark(#fff, #0d1117); }
-@media (prefers-color-scheme: dark) {
-  .jaxmp { --ink: #e6edf3; --soft: #9198a1; --rule: #3d444d; --page: #0d1117; --good: #3fb950;
-    --bad: #f85149; }
-}
-.jaxmp h1 { font-size: 1.5rem; margin: 0 0 .3rem; padding-left: .7rem;
-  border-left: 6px solid var(--soft); }
-.jaxmp h1.good { border-color: var(--good); } .jaxmp h1.bad { border-color: var(--bad); }
-.jaxmp h2 { font-size: 1.05rem; margin: 1.8rem 0 .4rem; }
-.jaxmp p { max-width: 60rem; margin: .4rem 0; overflow-wrap: anywhere; }
-.jaxmp .wide { overflow-x: auto; }
-.jaxmp table { border-collapse: collapse; min-width: min(36rem, 100%); font-size: 1em;
-  color: inherit; }
-.jaxmp tr { background: none !important; }
-.jaxmp th { color: var(--soft); font-weight: 600; white-space: nowrap;
-  border-bottom: 2px solid var(--rule); }
-.jaxmp th, .jaxmp td { padding: .3rem 1rem .3rem 0; text-align: left; vertical-align: top; }
-.jaxmp td { border-bottom: 1px solid var(--rule); min-width: 6rem; max-width: 34rem;
-  overflow-wrap: break-word; }
-.jaxmp .number { text-align: right; white-space: nowrap; min-width: 0;
-  font-variant-numeric: tabular-nums; }
-.jaxmp td:first-child, .jaxmp pre { font-family: ui-monospace, monospace; font-size: .93em; }
-.jaxmp .fix { margin: .6rem 0; } .jaxmp .fix p { margin: 0 0 .3rem; }
-.jaxmp .index { min-width: 0; } .jaxmp .index + td { font-family: ui-monospace, monospace; }
-.jaxmp pre { margin: 0 0 .3rem; padding: .4rem .7rem; border: 1px solid var(--rule);
-  border-radius: 4px; overflow-x: auto; color: inherit; background: none; }
-.jaxmp tr > :last-child { padding-right: 0; }
-@media (max-width: 30rem) { .jaxmp td:last-child:not(.number) { min-width: 14rem; } }
-"""
 
+def html_document(title: str, body: str, *styles: str) -> str:
+    """Returns a page with the style of all reports, in page.css.
 
-def html_document(title: str, body: str, style: str = "") -> str:
-    """Returns a page with the style of all reports.
+    The contrast of text and page is at least 4.5 in both schemes (WCAG 2.2, AA).
 
     Args:
       title: the title of the window.
       body: HTML, in which every string of a user is escaped.
-      style: more rules for elements within `.jaxmp`.
+      *styles: names of further files beside this one, such as "charts".
     """
+    files = [Path(__file__).with_name(f"{name}.css") for name in ("page", *styles)]
+    rules = "".join("\n" + file.read_text("utf-8") for file in files)
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         f"<title>{html.escape(title)}</title></head>\n"
-        f'<body><style>{_STYLE}{style}</style><div class="jaxmp">\n'
+        f'<body><style>{rules}</style><div class="jaxmp">\n'
         f"{body}\n</div></body></html>\n"
     )
 

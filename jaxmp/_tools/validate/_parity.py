@@ -93,8 +93,7 @@ def parity(
         distances = [_metrics.rows_of(x, y, outputs)[0].difference for x, y in pairs]
         batch = batches[int(np.argmax(distances))]
         traced = [_jaxprs.trace(each, batch, {}) for each in (functions[0], served)]
-        first, second = (_parity_search.TracedProgram(each.closed, each.arrays) for each in traced)
-        cause, before = _parity_search.find_cause(first, second, shift)
+        cause, before = _parity_search.find_cause(*traced, shift)
     return _parity_report.ParityReport(
         outputs=outputs,
         batches=len(batches),

@@ -180,7 +180,7 @@ class ValidationReport(_views.Report):
         first = next(tables, len(self.candidates))
         parts = html_sections(sections[:first]), _charts_of(self), html_sections(sections[first:])
         body = "\n".join(filter(None, parts))
-        return html_document(self._title, body, _chart.STYLE + _STYLE)
+        return html_document(self._title, body, "charts")
 
 
 # ---------------------------------------------------------------------------
@@ -261,10 +261,6 @@ def _worse(report: ValidationReport, new: CandidateResult, old: CandidateResult)
 # ---------------------------------------------------------------------------
 # Charts
 # ---------------------------------------------------------------------------
-
-_STYLE = """
-@media (max-width: 30rem) { .jaxmp { padding: 1rem; } .jaxmp h1 { font-size: 1.15rem; } }
-"""
 
 
 def _charts_of(report: ValidationReport) -> str:
