@@ -276,7 +276,7 @@ MUTATIONS = [
     ),
     Mutation(
         "statistics: gradients in float16 have no loss scale",
-        "jaxmp/_tools/stats/_emulate.py",
+        "jaxmp/_tools/stats/_with_stats.py",
         "self.scale if is_backward and self.name == FLOAT16 else",
         "",
         ("test_statistics.py::test_the_errors_of_a_format_are_those_of_a_step_in_it",),
@@ -886,7 +886,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a validation trains all steps in the first phase",
-        "jaxmp/_tools/validate/_phases.py",
+        "jaxmp/_tools/validate/_train.py",
         "return phases[max(start for start in phases if start <= step)]",
         "return phases[min(start for start in phases if start <= step)]",
         ("test_phases.py::test_validate_trains_the_phases_as_a_loop_does",),
@@ -1930,7 +1930,7 @@ MUTATIONS = [
     ),
     Mutation(
         "rounding explains no difference of 16-bit results",
-        "jaxmp/_tools/validate/_align.py",
+        "jaxmp/_tools/validate/_walk.py",
         "_HALF = 0.5\n",
         "_HALF = 0.0\n",
         ("test_parity.py::test_the_criterion_accepts_last_bits_and_finds_roundings",),

@@ -16,7 +16,7 @@ from rich.console import Console
 
 import jaxmp
 from jaxmp._core import _compat
-from jaxmp._tools.cli import _plan, _show, _steps
+from jaxmp._tools.cli import _show, _steps
 from jaxmp._tools.cli._output import check_outputs, console, escape
 from jaxmp.errors import AuditFailedError, JaxmpError, ValidationFailedError
 
@@ -61,7 +61,7 @@ _COMMANDS = {
     "validate": _steps.run_validate,
     "audit": _steps.run_audit,
     "memory": _steps.run_memory,
-    "plan": _plan.run_plan,
+    "plan": _steps.run_plan,
     "locate": _steps.run_locate,
 }
 for _name, _function in _COMMANDS.items():

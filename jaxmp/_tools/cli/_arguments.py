@@ -189,6 +189,27 @@ def split_items(text: str) -> list[str]:
     return list(dict.fromkeys(item for item in items if item))
 
 
+def split_numbers(text: str, option: str, example: str = "h100=2.5") -> dict[str, float]:
+    """Returns the numbers of `name=number,...`."""
+    numbers = {}
+    for item in split_items(text):
+        name, _, number = item.partition("=")
+        try:
+            numbers[name.strip()] = float(number)
+        except ValueError:
+            raise JaxmpError(
+                f"{option} {item!r} is not a number: write {option} {example}."
+            ) from None
+    return numbers
+
+
+def split_values(text: str | None) -> Any:
+    """Returns numbers, booleans and words; "largest" is not a list."""
+    named: dict[str, Any] = {"true": True, "false": False}
+    items = [named.get(x, int(x) if x.isdecimal() else x) for x in split_items(text or "")]
+    return text if text in (None, "largest") else items
+
+
 def call(description: str, function: Callable[[], T]) -> T:
     """Calls the user's code, and converts its exceptions to errors of one message.
 

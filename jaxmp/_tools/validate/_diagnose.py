@@ -16,7 +16,7 @@ from typing import NamedTuple
 from jaxmp._tools.audit import _report
 from jaxmp._tools.audit._rows import Finding
 from jaxmp._tools.report._section import module_text
-from jaxmp._tools.validate import _phases, _rows, _trials
+from jaxmp._tools.validate import _rows, _train, _trials
 
 # Smallest shares of elements that count as a symptom.
 _UNDERFLOW, _STALLED = 0.02, 0.05
@@ -44,7 +44,7 @@ class Trained(NamedTuple):
 
     records: list[_rows.TrainingRecord]
     result: _rows.CandidateResult
-    phases: list[_phases.PhaseSteps]
+    phases: list[_train.PhaseSteps]
     audits: list[_report.AuditReport]
     lacks_masters: bool
     repeat: Callable[[int], _trials.Trial]

@@ -17,7 +17,7 @@ from jaxmp._tools.audit import _audit
 from jaxmp._tools.report._progress import OnRun, OnStep
 from jaxmp._tools.report._section import abbreviate, counted, grouped
 from jaxmp._tools.report._views import Interrupted
-from jaxmp._tools.validate import _budget, _phases, _probe, _report, _rows, _run, _trials
+from jaxmp._tools.validate import _budget, _probe, _report, _rows, _run, _trials
 from jaxmp._tools.validate._compare import (
     compare_figures,
     compare_metrics,
@@ -26,7 +26,14 @@ from jaxmp._tools.validate._compare import (
 )
 from jaxmp._tools.validate._diagnose import Trained, diagnose, find_origin
 from jaxmp._tools.validate._pure import PureRun, as_arrays, check_same_params, checksum
-from jaxmp._tools.validate._train import compile_run, hashes_of, train
+from jaxmp._tools.validate._train import (
+    at_step,
+    compile_run,
+    hashes_of,
+    make_runs,
+    phases_of,
+    train,
+)
 from jaxmp.errors import ValidationError
 
 _TEST = (
@@ -305,8 +312,8 @@ class _Trainer:
         """Trains all seeds of a recipe, one after another."""
         plan, finished = self._settings.plan, _finished(name, self._settings)
         is_reference, result = name == plan.reference, _rows.CandidateResult(name=name)
-        phases = _phases.phases_of(name, recipe, plan.steps)
-        make = functools.partial(_phases.make_runs, self._make_run, phases, plan.steps)
+        phases = phases_of(name, recipe, plan.steps)
+        make = functools.partial(make_runs, self._make_run, phases, plan.steps)
         runs = make(plan.seeds[0])
         params = jax.eval_shape(runs[0].params, runs[0].arrays)
         audits = [
@@ -318,7 +325,7 @@ class _Trainer:
 
         def compare(step: int, arrays: _typing.PyTree, batch: _typing.PyTree) -> None:
             nonlocal result
-            run, probe = _phases.at_step(runs, step), _phases.at_step(probes, step)
+            run, probe = at_step(runs, step), at_step(probes, step)
             if is_reference:
                 params = _probe.leaves_of(run.params(arrays))
                 self._steps[step] = params, probe(arrays, batch)
@@ -358,7 +365,7 @@ class _Trainer:
             result = self._settings.earlier[name]
 
         def repeat(step: int) -> _trials.Trial:
-            current = _phases.at_step(make(plan.seeds[0]), step)
+            current = at_step(make(plan.seeds[0]), step)
             leaves, reference = self._steps[step]
             batch = as_arrays(next(itertools.islice(current.batches, step, None)))
             arrays = _with_leaves(current, current.arrays, leaves)
@@ -420,7 +427,7 @@ def planned_report(
             f"compare_steps={compare_steps!r} is not a list. Pass numbers of updates, such as "
             f"compare_steps=[0, {steps - 1}]."
         )
-    phases = [phase for each in recipes.items() for phase in _phases.phases_of(*each, steps)]
+    phases = [phase for each in recipes.items() for phase in phases_of(*each, steps)]
     starts = {phase.start for phase in phases}
     compared = {0, steps // 10, steps - 1} | starts if compare_steps is None else {*compare_steps}
     for step in compared:

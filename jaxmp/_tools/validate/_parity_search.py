@@ -1,6 +1,6 @@
 """Finds the cause of a mismatch: the first module where programs differ by more than rounding.
 
-*Candidates.* `_align` pairs the operations of both programs. The serving program is run with the
+*Candidates.* `_walk` pairs the operations of both programs. The serving program is run with the
 operands that training has, and each pair whose results then fail the criterion is a candidate.
 
 *Groups.* Candidates form a group if their modules are the same apart from numbers, as in the layers
@@ -33,7 +33,7 @@ import numpy as np
 from jaxmp._core import _dtypes, _typing
 from jaxmp._programs import _analysis, _bind, _jaxprs
 from jaxmp._tools.report import _section
-from jaxmp._tools.validate import _align, _walk
+from jaxmp._tools.validate import _walk
 
 PROGRAM_NAMES = ("training", "serving")
 # Part of the mismatch that a change has to remove.
@@ -90,7 +90,7 @@ class _Candidate(NamedTuple):
       side, index: the operation that the report names: its program (0 or 1), and its number.
     """
 
-    pair: _align.Pair
+    pair: _walk.Pair
     value: _typing.Array
     only: tuple[list[int], list[int]]
     side: int
@@ -133,7 +133,7 @@ class _Run:
     """
 
     def __init__(self, name: str, records: list[_walk.ResultRecord]) -> None:
-        self.name, self.records, self.modules = name, records, _align.modules(records)
+        self.name, self.records, self.modules = name, records, _walk.modules(records)
         self.paired: Collection[int] = ()
 
     def group(self, index: int) -> str:
@@ -209,7 +209,7 @@ class _Search:
     def _groups(self) -> dict[str, list[_Candidate]]:
         """Returns the candidates of each group, in the order of the second program."""
         train, serve = (run.records for run in self.runs)
-        pairs = sorted(_align.pairs_of(train, serve), key=lambda pair: pair.serve)
+        pairs = sorted(_walk.pairs_of(train, serve), key=lambda pair: pair.serve)
         self._partner = {n: pair.train for pair in pairs for n in pair.serve}
         self.runs[0].paired, self.runs[1].paired = {p.train for p in pairs}, self._partner.keys()
         self._readers: dict[int, list[_walk.ResultRecord]] = {}
@@ -227,7 +227,7 @@ class _Search:
         groups: dict[str, list[_Candidate]] = {}
         for pair in pairs:
             value = self._moved(pair.join([self._local[n].value for n in pair.serve]), -self.shift)
-            if _align.is_different(train[pair.train], serve[pair.serve[0]], value):
+            if _walk.is_different(train[pair.train], serve[pair.serve[0]], value):
                 candidate = self._candidate(pair, value)
                 group = self.runs[candidate.side].group(candidate.index)
                 groups.setdefault(group, []).append(candidate)
@@ -241,16 +241,16 @@ class _Search:
         """Returns the program (0 or 1) in which a paired result has the coarser dtype."""
         train, serve = self.runs
         dtypes = train.records[self._partner[index]].dtype, serve.records[index].dtype
-        return None if dtypes[0] == dtypes[1] else dtypes.index(_align.coarser(*dtypes))
+        return None if dtypes[0] == dtypes[1] else dtypes.index(_walk.coarser(*dtypes))
 
-    def _candidate(self, pair: _align.Pair, value: _typing.Array) -> _Candidate:
+    def _candidate(self, pair: _walk.Pair, value: _typing.Array) -> _Candidate:
         """Returns a candidate with the operation that explains its difference best.
 
         This is the pair itself if its dtypes differ; otherwise an operation that only one program
         has before it; otherwise the last one before it that the second program rounds more.
         """
         ends = list(zip(self.runs, (pair.train, pair.serve[0]), strict=True))
-        nearest = [_align.before(run.records, end, run.paired) for run, end in ends]
+        nearest = [_walk.before(run.records, end, run.paired) for run, end in ends]
         unpaired = [run.unpaired(near) for run, near in zip(self.runs, nearest, strict=True)]
         only = self._only(unpaired, _sign)
         if not any(only):
@@ -420,14 +420,14 @@ class _Search:
         """Returns True for an argument or a constant, also if it is reshaped."""
         if index == _walk.INPUT:
             return True
-        is_move = index not in self._partner and self._local[index].primitive in _align.MOVES
+        is_move = index not in self._partner and self._local[index].primitive in _walk.MOVES
         return is_move and all(map(self._is_input, self._local[index].makers))
 
 
 def _computes(record: _walk.ResultRecord) -> bool:
     """Returns True for an operation that computes or rounds floats."""
     is_float = jnp.issubdtype(record.dtype, jnp.floating)
-    return is_float and (record.primitive not in _align.MOVES or _is_cast(record))
+    return is_float and (record.primitive not in _walk.MOVES or _is_cast(record))
 
 
 def _is_cast(record: _walk.ResultRecord) -> bool:
