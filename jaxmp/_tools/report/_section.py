@@ -6,7 +6,7 @@ import ast
 import re
 import textwrap
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
@@ -36,6 +36,24 @@ class Section(NamedTuple):
     fixes: tuple[Fix, ...] = ()
     # "good", "bad" or "open" for a verdict.
     mood: str = ""
+
+
+def table(
+    title: str,
+    rows: Iterable[Row],
+    columns: Sequence[tuple[str, Callable[[Row], str]]],
+    text: str = "",
+) -> Section:
+    """Returns a table.
+
+    Args:
+      title: of the table.
+      rows: its rows.
+      columns: (name of a column, function that returns the cell of a row).
+      text: a sentence before the table.
+    """
+    cells = tuple(tuple(cell(row) for _, cell in columns) for row in rows)
+    return Section(title, text, tuple(name for name, _ in columns), cells)
 
 
 def nonempty(sections: list[Section]) -> list[Section]:
