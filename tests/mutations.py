@@ -1902,8 +1902,8 @@ MUTATIONS = [
     Mutation(
         "another learning rate of Adam is taken for clipping",
         "jaxmp/_tools/validate/_probe.py",
-        "            factor=factor,\n        )\n        return\n",
-        "            factor=factor,\n        )\n",
+        "min(error, 1.0), factor\n        return\n",
+        "min(error, 1.0), factor\n",
         ("test_validate_trials.py::test_another_learning_rate_of_adam",),
     ),
     Mutation(

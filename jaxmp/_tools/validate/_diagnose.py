@@ -116,10 +116,7 @@ def _underflow(evidence: Evidence) -> Diagnosis:
     share = max((row.underflow for row in evidence.result.gradients), default=0.0)
     if trial is None or not trial.uses_float16 or share < _UNDERFLOW:
         return None
-    before, after = (
-        _trials.finite(trial.rounded, "error"),
-        _trials.finite(trial.wide_range, "error"),
-    )
+    before, after = (_trials.finite(x, "error") for x in (trial.rounded, trial.wide_range))
     if not math.isfinite(before) or not after < _trials.SHARE * before:
         return None
     is_missing = bool(evidence.findings("missing_loss_scale"))
@@ -441,22 +438,15 @@ def find_origin(modules: Sequence[_rows.ModuleRow]) -> _rows.ErrorOrigin:
     trained = [row for row in rows if row.gradient_error is not None]
     backward = max(trained, key=lambda row: row.gradient_error or 0.0, default=None)
     name = lambda row: "" if row is None else module_text(row.module)
-    texts = []
-    if first is not None:
-        texts.append(
-            f"The error first appears in the output of {name(first)} "
-            f"({_rows.percent(first.activation_error or 0.0)})"
+    texts = [
+        f"{text} {name(row)} ({to}{_rows.percent(getattr(row, field) or 0.0)})"
+        for row, text, to, field in (
+            (first, "The error first appears in the output of", "", "activation_error"),
+            (growth, f"it grows by a factor of {factor:.3g} in", "to ", "activation_error"),
+            (backward, "the gradient with the largest error is that of", "", "gradient_error"),
         )
-    if growth is not None:
-        texts.append(
-            f"it grows by a factor of {factor:.3g} in {name(growth)} "
-            f"(to {_rows.percent(growth.activation_error or 0.0)})"
-        )
-    if backward is not None:
-        texts.append(
-            f"the gradient with the largest error is that of {name(backward)} "
-            f"({_rows.percent(backward.gradient_error or 0.0)})"
-        )
+        if row is not None
+    ]
     return _rows.ErrorOrigin(
         forward=name(first),
         growth=name(growth),

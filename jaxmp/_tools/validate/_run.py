@@ -168,19 +168,6 @@ def check_run(run: object, name: str) -> TrainingRun:
     return run
 
 
-def check_batch(first: _typing.PyTree, batch: _typing.PyTree, name: str, number: int) -> None:
-    """Checks that a batch has the shapes and dtypes of the first one, as compiled steps require.
-
-    Raises:
-      ValidationError: naming the first array that differs.
-    """
-    if path := first_difference(first, batch):
-        raise ValidationError(
-            f"Batch {number} of {name} differs from batch 0 in {path}. All batches need the same "
-            "structure, shapes and dtypes: leave out the last batch if it is smaller."
-        )
-
-
 def check_state(old: _typing.PyTree, new: _typing.PyTree) -> None:
     """Checks that a step returns a state with the structure, shapes and dtypes of its argument.
 

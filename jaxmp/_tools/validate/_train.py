@@ -228,7 +228,12 @@ def train(
             evaluations.append(jax.device_get(evaluate(step, arrays)))
         data = _pure.checksum(batch, data)
         loaded = _pure.as_arrays(batch)
-        _run.check_batch(run.first, loaded, f"{name}, seed {seed},", step)
+        if path := _run.first_difference(run.first, loaded):
+            raise ValidationError(
+                f"Batch {step} of {name}, seed {seed}, differs from batch 0 in {path}. All batches "
+                "need the same structure, shapes and dtypes: leave out the last batch if it is "
+                "smaller."
+            )
         if step in plan.compare_steps:
             on_compare(step, arrays, loaded)
         arrays, row = at_step(programs, step).advance(arrays, loaded)
