@@ -225,16 +225,12 @@ def call(description: str, function: Callable[[], T]) -> T:
     except JaxmpError:
         raise
     except (Exception, SystemExit) as error:
-        text = f"{description} raised {type(error).__name__}: {error}{_user_line(error)}"
+        others = (os.path.dirname(jaxmp.__file__), "<", sys.prefix, sys.base_prefix)
+        frames = traceback.extract_tb(error.__traceback__)
+        own = [frame for frame in frames if not frame.filename.startswith(others)]
+        text = f"{description} raised {type(error).__name__}: {error}"
+        text += f" ({os.path.basename(own[-1].filename)}, line {own[-1].lineno})" if own else ""
         raise JaxmpError(text) from error
-
-
-def _user_line(error: BaseException) -> str:
-    """Returns the file and line of the last frame in the user's own code; "" if there is none."""
-    others = (os.path.dirname(jaxmp.__file__), "<", sys.prefix, sys.base_prefix)
-    frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if not frame.filename.startswith(others)]
-    return f" ({os.path.basename(own[-1].filename)}, line {own[-1].lineno})" if own else ""
 
 
 def make_step(name: str, example: str, *argument: object, least: int = 1) -> tuple[Any, ...]:

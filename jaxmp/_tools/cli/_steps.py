@@ -182,13 +182,9 @@ def run_memory(
     else:
         make = _arguments.only_function("memory", function, name)
         loaded = None if recipe is None else _recipe.load_recipe(recipe)
-        estimate = max(
-            (
-                _run_tool("memory", jaxmp.estimate_memory, make, phase, settings)
-                for phase in ([None] if loaded is None else loaded.split_phases())
-            ),
-            key=lambda estimate: estimate.total,
-        )
+        run = lambda phase: _run_tool("memory", jaxmp.estimate_memory, make, phase, settings)
+        phases = [None] if loaded is None else loaded.split_phases()
+        estimate = max(map(run, phases), key=lambda estimate: estimate.total)
     _output.write_report(estimate, json, html)
     raise typer.Exit(int(estimate.fits is False))
 

@@ -101,11 +101,9 @@ class StatsReport(Report):
             text = f"report.tensors has {more} more." if more else ""
             names = list(dict.fromkeys(name for row in rows for name in row.formats))
             columns = ("", "largest", "rms", *(name.removeprefix("float8_") for name in names))
-            cells = tuple(_cells(row, names) for row in rows[: len(rows) - more])
-            if any(row.nonfinite for row in rows):
-                columns += ("nan/inf",)
-                pairs = zip(cells, rows, strict=False)
-                cells = tuple((*each, share_text(row.nonfinite)) for each, row in pairs)
+            is_bad = any(row.nonfinite for row in rows)
+            columns += ("nan/inf",) * is_bad
+            cells = tuple(_cells(row, names)[: len(columns)] for row in rows[: len(rows) - more])
             sections.append(Section(kind.replace("_", " ").capitalize(), text, columns, cells))
         return sections
 
@@ -186,7 +184,8 @@ def _cells(row: TensorRow, names: list[str]) -> tuple[str, ...]:
     if row.nonfinite == 1:
         # No element has a magnitude, or a loss.
         losses, numbers = {}, ("", "")
-    return (module_text(row.name), *numbers, *(losses.get(name, "") for name in names))
+    parts = [*numbers, *(losses.get(name, "") for name in names), share_text(row.nonfinite)]
+    return (module_text(row.name), *parts)
 
 
 # ---------------------------------------------------------------------------

@@ -38,6 +38,7 @@ from __future__ import annotations
 
 import base64
 import dataclasses
+import functools
 import html
 import importlib
 import importlib.util
@@ -273,33 +274,21 @@ def _charts_of(report: ValidationReport) -> str:
     runs = [[run for run in report.runs if run.name == name] for name in names]
     metric, budgets = report.metric.name, _budgets(report)
     band, note = "mean of the seeds, range of the reference", "paired by seed, range of the seeds"
-    scales = _over_seeds(runs, lambda run: run.loss_scales, ranges=True)
+    note = f"{note}, dashed: budget" if budgets else note
+    label = percent if report.metric.scale == "relative" else None
+    curves = functools.partial(_over_seeds, runs)
+    held_out = curves(lambda run: run.evaluations.get(metric, ()), evaluated=True)
+    differences = curves(_difference(report), evaluated=True, ranges=True)
+    losses = curves(lambda run: _smoothed(run.losses))
+    norms = curves(lambda run: _smoothed(run.gradient_norms))
+    scales = curves(lambda run: run.loss_scales, ranges=True)
+    scales = [curve for curve in scales if any(value != 1 for value in curve.y)]
     charts = (
-        chart(
-            f"Held-out {metric}",
-            band,
-            _over_seeds(runs, lambda run: run.evaluations.get(metric, ()), evaluated=True),
-        ),
-        chart(
-            f"Difference of held-out {metric}",
-            f"{note}, dashed: budget" if budgets else note,
-            _over_seeds(runs, _difference(report), evaluated=True, ranges=True),
-            limits=budgets,
-            label=percent if report.metric.scale == "relative" else None,
-        ),
-        chart("Training loss", band, _over_seeds(runs, lambda run: _smoothed(run.losses))),
-        chart(
-            "Gradient norm",
-            band,
-            _over_seeds(runs, lambda run: _smoothed(run.gradient_norms)),
-            log=10,
-        ),
-        chart(
-            "Loss scale",
-            "range of the seeds",
-            [curve for curve in scales if any(value != 1 for value in curve.y)],
-            log=2,
-        ),
+        chart(f"Held-out {metric}", band, held_out),
+        chart(f"Difference of held-out {metric}", note, differences, limits=budgets, label=label),
+        chart("Training loss", band, losses),
+        chart("Gradient norm", band, norms, log=10),
+        chart("Loss scale", "range of the seeds", scales, log=2),
     )
     images = "".join(charts)
     return f'<h2>Training</h2><div class="charts">{images}</div>' if images else ""
