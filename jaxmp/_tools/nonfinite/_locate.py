@@ -230,27 +230,24 @@ class _Search:
             scale = dataclasses.replace(scale, value=value)
             arrays = _measure.with_scale(arrays, scale.number, value)
             walk, roots = self._walk(arrays)
-        report = NonfiniteReport(
-            reproduced=bool(roots), loss_scale=value, arguments=tuple(bad.values())
-        )
+        fields: dict[str, Any] = {"loss_scale": value, "arguments": tuple(bad.values())}
         origin = walk.origin(roots, _unused_results(walk))
         if not roots:
             is_zero = walk.recorded.are_gradients_zero()
             origin = walk.origin(_values_of_loss(walk), []) if is_zero else None
             reason = _reason(self.scale) + (_ZERO if is_zero else "")
             if origin is None or isinstance(origin.source, Argument):
-                return dataclasses.replace(report, reason=reason)
-            report = dataclasses.replace(report, reproduced=True)
+                return NonfiniteReport(reproduced=False, reason=reason, **fields)
         if origin is None:
             message = (
                 "No recorded operation made the values: they come from a constant, or from a while "
                 "loop after its first 255 iterations."
             )
-            return dataclasses.replace(report, message=message)
+            return NonfiniteReport(reproduced=True, message=message, **fields)
         if isinstance(origin.source, Argument):
             row = bad[origin.source.number]
             cause = _causes.cause_of_argument(row)
-            report = dataclasses.replace(report, argument=row.name, index=row.index)
+            fields |= {"argument": row.name, "index": row.index}
         else:
             source, shown = origin.source, origin.operation
             made, measured = _measure.measure(self.traced.closed, arrays, [source, shown])
@@ -263,14 +260,15 @@ class _Search:
             )
             cause = _causes.cause_of(evidence)
             self.edits = cause.edits
-            report = dataclasses.replace(
-                report, **_location(cause.operation or shown, shown, names)
-            )
-            index = next((row.index for row in measured.results if row.nonfinite), ())
-            report = dataclasses.replace(report, index=index, **vars(measured))
-        message = cause.message if roots else f"{_HIDDEN} {cause.message}"
-        return dataclasses.replace(
-            report, cause=cause.id, message=message, fix=cause.fix, expression=cause.expression
+            fields |= _location(cause.operation or shown, shown, names) | vars(measured)
+            fields["index"] = next((row.index for row in measured.results if row.nonfinite), ())
+        return NonfiniteReport(
+            reproduced=True,
+            cause=cause.id,
+            message=cause.message if roots else f"{_HIDDEN} {cause.message}",
+            fix=cause.fix,
+            expression=cause.expression,
+            **fields,
         )
 
     def places(self) -> Iterator[tuple[str, int]]:
