@@ -1,13 +1,11 @@
 """Assembles the commands, and prints errors."""
 
-import copy
 import inspect
 import platform
-import re
 import shutil
 import sys
-from collections.abc import Callable, Sequence
-from typing import Annotated, Any, get_args
+from collections.abc import Sequence
+from typing import Annotated, Any
 
 import jax
 import typer
@@ -17,6 +15,7 @@ from rich.console import Console
 import jaxmp
 from jaxmp._core import _compat
 from jaxmp._tools.cli import _show, _steps
+from jaxmp._tools.cli._arguments import document
 from jaxmp._tools.cli._output import check_outputs, console, escape
 from jaxmp.errors import AuditFailedError, JaxmpError, ValidationFailedError
 
@@ -41,19 +40,6 @@ class _Command(typer.core.TyperCommand):
         return inspect.cleandoc(self.help or "").partition("\n")[0]
 
 
-def _document(function: Callable[..., Any] | None) -> str:
-    """Returns the help of a command, and adds that of its options: its docstring and `Args:`."""
-    help_, _, rest = inspect.cleandoc(function.__doc__ or "").partition("\nArgs:\n")
-    entries = re.findall(r"^  (\w+): (.+?)(?=\n  \w|\Z)", rest, re.DOTALL | re.MULTILINE)
-    for name, text in entries:
-        hint = function.__annotations__[name]
-        plain, option = get_args(hint) if hasattr(hint, "__metadata__") else (hint, typer.Option())
-        option = copy.copy(option)
-        option.help = " ".join(text.split())
-        function.__annotations__[name] = Annotated[plain, option]
-    return help_
-
-
 _COMMANDS = {
     "recipes": _show.show_recipes,
     "show": _show.show_recipe,
@@ -70,7 +56,8 @@ for _name, _function in _COMMANDS.items():
     _settings = {"ignore_unknown_options": True} if _is_script else None
     app.command(_name, context_settings=_settings)(_function)
 for _registered in (*app.registered_commands, *_show.checkpoint.registered_commands):
-    _registered.cls, _registered.help = _Command, _document(_registered.callback)
+    assert _registered.callback is not None
+    _registered.cls, _registered.help = _Command, document(_registered.callback)
 app.add_typer(_show.checkpoint, name="checkpoint")
 
 

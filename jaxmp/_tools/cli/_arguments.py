@@ -1,17 +1,40 @@
-"""Arguments that several commands share, and the user's functions that they name."""
+"""Arguments that several commands share, and the user's functions that they name.
+
+Their help is this, unless the docstring of a command has an entry of its own.
+
+Args:
+  function: package.module:function, or file.py:function. It takes the recipe, or nothing, and
+    returns the step and its arguments, which may be shapes. With --script: the arguments of the
+    script; those that are also options of this command go after --.
+  html: Write the report as an HTML page.
+  json: Write the result as JSON; - prints it instead of the text.
+  max_seconds: With --script: maximum run time of it.
+  name: With --script: read only this function.
+  path: Directory of a run, or of one of its steps.
+  recipe: Name of a recipe, path ending in .toml, or policy string such as p=f32,c=bf16,o=f32.
+  script: Run a training script, and read the steps that it calls. -m MODULE runs a module.
+  share: Share of the memory that JAX allocates, by default that of the environment variable
+    XLA_PYTHON_CLIENT_MEM_FRACTION, or 0.75.
+  step: The step; by default the latest.
+  target: Chip, such as h200 or v6e, or a TOML file that describes one. It does not have to be
+    present.
+"""
 
 from __future__ import annotations
 
+import copy
 import importlib
 import importlib.util
 import inspect
 import math
 import os
+import re
 import sys
 import traceback
 from collections.abc import Callable
+from pathlib import Path
 from types import ModuleType
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, TypeVar, get_args
 
 import typer
 
@@ -21,52 +44,11 @@ from jaxmp.errors import JaxmpError
 
 T = TypeVar("T")
 
-RecipeArgument = Annotated[
-    str,
-    typer.Argument(
-        help="Name of a recipe, path ending in .toml, or policy string such as p=f32,c=bf16,o=f32."
-    ),
-]
-JsonOption = Annotated[
-    str | None,
-    typer.Option(
-        "--json",
-        metavar="FILE",
-        help="Write the result as JSON; - prints it instead of the text.",
-    ),
-]
-HtmlOption = Annotated[
-    str | None, typer.Option(metavar="FILE", help="Write the report as an HTML page.")
-]
-ScriptOption = Annotated[
-    str | None,
-    typer.Option(
-        metavar="FILE",
-        help="Run a training script, and read the steps that it calls. -m MODULE runs a module.",
-    ),
-]
-NameOption = Annotated[
-    str | None,
-    typer.Option("--function", metavar="NAME", help="With --script: read only this function."),
-]
-
 
 def _check_seconds(seconds: float) -> float:
     if not 0 < seconds < math.inf:
         raise JaxmpError(f"--max-seconds {seconds} is not a positive number of seconds.")
     return seconds
-
-
-SecondsOption = Annotated[
-    float, typer.Option(callback=_check_seconds, help="With --script: maximum run time of it.")
-]
-TargetOption = Annotated[
-    str | None,
-    typer.Option(
-        help="Chip, such as h200 or v6e, or a TOML file that describes one. It does not have to be"
-        " present."
-    ),
-]
 
 
 def _set_share(share: float | None) -> float | None:
@@ -77,23 +59,38 @@ def _set_share(share: float | None) -> float | None:
     return share
 
 
-ShareOption = Annotated[
-    float | None,
-    typer.Option(
-        callback=_set_share,
-        help="Share of the memory that JAX allocates, by default that of the environment variable"
-        " XLA_PYTHON_CLIENT_MEM_FRACTION, or 0.75.",
-    ),
-]
-StepArgument = Annotated[
-    list[str] | None,
-    typer.Argument(
-        metavar="FUNCTION | ARGUMENTS...",
-        help="package.module:function, or file.py:function. It takes the recipe, or nothing, and"
-        " returns the step and its arguments, which may be shapes. With --script: the arguments of"
-        " the script; those that are also options of this command go after --.",
-    ),
-]
+JsonOption = Annotated[str | None, typer.Option("--json", metavar="FILE")]
+HtmlOption = ScriptOption = Annotated[str | None, typer.Option(metavar="FILE")]
+NameOption = Annotated[str | None, typer.Option("--function", metavar="NAME")]
+PathArgument = Annotated[Path, typer.Argument(metavar="PATH")]
+SecondsOption = Annotated[float, typer.Option(callback=_check_seconds)]
+ShareOption = Annotated[float | None, typer.Option(callback=_set_share)]
+StepArgument = Annotated[list[str] | None, typer.Argument(metavar="FUNCTION | ARGUMENTS...")]
+
+
+def document(function: Callable[..., Any]) -> str:
+    """Returns the help of a command, and adds that of its arguments: its docstring and `Args:`."""
+    shared = _entries(__doc__ or "")
+    parameters = inspect.signature(function).parameters
+    for name, text in (shared | _entries(function.__doc__ or "")).items():
+        if name in parameters:
+            hint, is_required = (
+                parameters[name].annotation,
+                parameters[name].default is inspect.Parameter.empty,
+            )
+            made = typer.Argument() if is_required else typer.Option()
+            plain, option = get_args(hint) if hasattr(hint, "__metadata__") else (hint, made)
+            option = copy.copy(option)
+            option.help = text
+            function.__annotations__[name] = Annotated[plain, option]
+    return inspect.cleandoc(function.__doc__ or "").partition("\nArgs:\n")[0]
+
+
+def _entries(docstring: str) -> dict[str, str]:
+    """Returns the entries of a docstring's `Args:` by their names."""
+    text = inspect.cleandoc(docstring).partition("\nArgs:\n")[2]
+    entries = re.findall(r"^  (\w+): (.+?)(?=\n  \w|\Z)", text, re.DOTALL | re.MULTILINE)
+    return {name: " ".join(entry.split()) for name, entry in entries}
 
 
 def only_function(command: str, arguments: list[str] | None, name: str | None) -> str:

@@ -10,7 +10,7 @@ import typer
 import jaxmp
 from jaxmp._policies import _op_table, _recipe
 from jaxmp._policies._policy import summarized
-from jaxmp._tools.cli._arguments import JsonOption, RecipeArgument
+from jaxmp._tools.cli._arguments import JsonOption, PathArgument
 from jaxmp._tools.cli._output import console, escape, make_table, write_json
 
 
@@ -32,7 +32,7 @@ def show_recipes(json: JsonOption = None) -> None:
 
 
 def show_recipe(
-    recipe: RecipeArgument,
+    recipe: str,
     ops: Annotated[bool, typer.Option("--ops")] = False,
     json: JsonOption = None,
 ) -> None:
@@ -80,16 +80,11 @@ def show_doctor(json: JsonOption = None) -> None:
 
 checkpoint = typer.Typer(help="Show and verify checkpoints.", no_args_is_help=True)
 
-_PathArgument = Annotated[
-    Path, typer.Argument(help="Directory of a run, or of one of its steps.", metavar="PATH")
-]
-_StepOption = Annotated[int | None, typer.Option(help="The step; by default the latest.")]
-
 
 @checkpoint.command("show")
 def show_checkpoint(
-    path: _PathArgument,
-    step: _StepOption = None,
+    path: PathArgument,
+    step: int | None = None,
     leaves: Annotated[bool, typer.Option("--leaves")] = False,
     json: JsonOption = None,
 ) -> None:
@@ -112,7 +107,7 @@ def show_checkpoint(
 
 
 @checkpoint.command()
-def verify(path: _PathArgument, step: _StepOption = None, json: JsonOption = None) -> None:
+def verify(path: PathArgument, step: int | None = None, json: JsonOption = None) -> None:
     """Read all files of a checkpoint and compare their checksums; exits with 2 if it is damaged."""
     checkpointer, step = open_run(path, step)
     info = checkpointer.verify(step)

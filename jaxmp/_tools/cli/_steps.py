@@ -1,8 +1,8 @@
 """`jaxmp audit`, `memory`, `validate`, `locate` and `plan`.
 
-The `Args:` of a command's docstring are the help of its options. Each command imports the tool that
-it runs, so that the others do not load it. Annotations are not
-strings here, because typer would evaluate each of them at every start.
+The `Args:` of a command's docstring are the help of its arguments. Each command imports the tool
+that it runs, so that the others do not load it. Annotations are not strings here, because typer
+would evaluate each of them at every start.
 """
 
 import contextlib
@@ -69,7 +69,7 @@ def run_audit(
     function: _arguments.StepArgument = None,
     recipe: str | None = None,
     json: _arguments.JsonOption = None,
-    target: _arguments.TargetOption = None,
+    target: str | None = None,
     script: _arguments.ScriptOption = None,
     name: _arguments.NameOption = None,
     max_seconds: _arguments.SecondsOption = 600.0,
@@ -149,7 +149,7 @@ def _busy(description: str) -> Iterator[None]:
 def run_memory(
     function: _arguments.StepArgument = None,
     recipe: str | None = None,
-    target: _arguments.TargetOption = None,
+    target: str | None = None,
     exact: Annotated[bool | None, typer.Option("--exact/--estimate")] = None,
     share: _arguments.ShareOption = None,
     script: _arguments.ScriptOption = None,
@@ -273,7 +273,7 @@ def run_validate(
 
 
 def run_locate(
-    function: Annotated[list[str] | None, typer.Argument(metavar="FUNCTION | ARGUMENTS...")] = None,
+    function: _arguments.StepArgument = None,
     checkpoint: Annotated[Path | None, typer.Option(metavar="DIR")] = None,
     step: int | None = None,
     batches: Annotated[int, typer.Option(min=1)] = 1000,
@@ -386,7 +386,7 @@ _PLAN = "jaxmp plan run.py:make_step --recipes bf16,fp8 --targets a100,h100"
 
 
 def run_plan(
-    targets: str,
+    targets: Annotated[str, typer.Option()],
     function: _arguments.StepArgument = None,
     recipes: str = "bf16,fp8",
     batches: str | None = None,
