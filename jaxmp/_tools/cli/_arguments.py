@@ -74,11 +74,8 @@ def document(function: Callable[..., Any]) -> str:
     parameters = inspect.signature(function).parameters
     for name, text in (shared | _entries(function.__doc__ or "")).items():
         if name in parameters:
-            hint, is_required = (
-                parameters[name].annotation,
-                parameters[name].default is inspect.Parameter.empty,
-            )
-            made = typer.Argument() if is_required else typer.Option()
+            hint, default = parameters[name].annotation, parameters[name].default
+            made = typer.Argument() if default is inspect.Parameter.empty else typer.Option()
             plain, option = get_args(hint) if hasattr(hint, "__metadata__") else (hint, made)
             option = copy.copy(option)
             option.help = text

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import functools
 import re
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any
@@ -112,7 +113,7 @@ def with_stats(
             f"with_stats received what_if={what_if!r}. Pass a sequence of formats, of "
             f"{', '.join(map(repr, EMULATED))}: what_if=[{EMULATED[0]!r}]."
         )
-    programs: dict[Any, tuple[_Program, Callable[..., Any], Callable[..., Any]]] = {}
+    programs: dict[Any, _Program] = {}
 
     def measured(*args: Any, **kwargs: Any) -> TrainingStats:
         leaves, structure = jax.tree.flatten((args, kwargs))
@@ -120,18 +121,13 @@ def with_stats(
         key = structure, tuple(x if isinstance(x, Hashable) else repr(x) for x in types)
         if key not in programs:
             shapes, names = structure.unflatten(types)
-            # XLA must not leave out roundings.
-            options: dict[str, Any] = {"xla_allow_excess_precision": False}
-            traced = _trace.trace(step, shapes, names)
-            program = _Program(traced)
-            samples = jax.jit(program.samples, static_argnums=1, compiler_options=options)
-            programs[key] = program, jax.jit(program, compiler_options=options), samples
-        program, measure, samples = programs[key]
+            programs[key] = _Program(_trace.trace(step, shapes, names))
+        program = programs[key]
         arrays = [leaves[n] for n in program.traced.positions]
-        stats = measure(arrays)
+        stats = program.measured(arrays)
         if what_if:
             scale = (stats.report().loss_scale or stats.loss_scale) / stats.loss_scale
-            runs = {name: samples(arrays, name, scale) for name in ("", *what_if)}
+            runs = {name: program.sampled(arrays, name, scale) for name in ("", *what_if)}
             errors = {name: errors_of(runs[""], runs[name]) for name in what_if}
             stats = dataclasses.replace(stats, errors=errors, modules=program.modules)
         return stats
@@ -152,6 +148,12 @@ class _Program:
         self.traced, self.names, self.roles = traced, traced.texts(), traced.roles()
         # The modules of `samples` in the order of the forward pass.
         self.modules: tuple[str, ...] = ()
+        # XLA must not leave out roundings.
+        compiled = functools.partial(
+            jax.jit, compiler_options={"xla_allow_excess_precision": False}
+        )
+        self.measured = compiled(self.__call__)
+        self.sampled = compiled(self.samples, static_argnums=1)
 
     def __call__(self, arrays: list[Any]) -> TrainingStats:
         observer = _Measured()

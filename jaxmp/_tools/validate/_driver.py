@@ -55,25 +55,18 @@ class Settings(NamedTuple):
     """Arguments of a validation, checked.
 
     Args:
-      reference: the recipe to compare with.
-      candidates: the other recipes by name.
+      recipes: the recipes by name, the reference first.
       budgets: the budget of each candidate.
       directions: declared directions of metrics.
       plan: the report before the first run: the name of the reference, seeds and steps.
       earlier: the report whose runs are not repeated.
     """
 
-    reference: _recipe.Recipe
-    candidates: Mapping[str, _recipe.Recipe]
+    recipes: Mapping[str, _recipe.Recipe]
     budgets: Mapping[str, _budget.Budget]
     directions: Mapping[str, str]
     plan: _report.ValidationReport
     earlier: _report.ValidationReport = _report.ValidationReport()
-
-    @property
-    def recipes(self) -> dict[str, _recipe.Recipe]:
-        """The recipes by name, the reference first."""
-        return {self.plan.reference: self.reference, **self.candidates}
 
 
 def run_validation(
@@ -110,7 +103,7 @@ def _make_partial(
     return dataclasses.replace(
         report,
         runs=tuple(runs),
-        unfinished=tuple(name for name in settings.candidates if name not in results),
+        unfinished=tuple(name for name in settings.budgets if name not in results),
         notes=(note, *report.notes)[not note :],
     )
 
@@ -118,11 +111,11 @@ def _make_partial(
 def _make_report(settings: Settings, results: Mapping[str, Trained]) -> _report.ValidationReport:
     """Compares the candidates of `results` with the reference."""
     reference = results[settings.plan.reference]
-    names = [name for name in settings.candidates if name in results]
+    names = [name for name in settings.budgets if name in results]
     for name in names:
         _check_data(reference.records, results[name].records)
     trained = [record for name in names for record in results[name].records]
-    budgets, count = list(settings.budgets.values()), len(settings.candidates)
+    budgets, count = list(settings.budgets.values()), len(settings.budgets)
     metrics = _budget.choose_metrics(reference.records, trained, settings.directions, budgets)
     training = _budget.choose_training(reference.records, trained, budgets)
     candidates = [
@@ -206,7 +199,7 @@ def _compare(
       name: the candidate.
     """
     budget, records = settings.budgets[name], (reference.records, candidate.records)
-    shared = (metrics, budget, scale, len(settings.candidates))
+    shared = (metrics, budget, scale, len(settings.budgets))
     checks, pairs, power = compare_metrics(*records, *shared)
     unit = scale.unit if scale.scale == "absolute" else 0.0
     figures: list[_rows.Comparison] = []
@@ -234,7 +227,7 @@ def _compare(
     return dataclasses.replace(
         candidate.result,
         name=name,
-        recipe=settings.candidates[name].name,
+        recipe=settings.recipes[name].name,
         verdict=decisive.verdict,
         headline=_headline(name, where, decisive, causes),
         causes=causes,
@@ -396,7 +389,6 @@ def _with_leaves(run: PureRun, arrays: _typing.PyTree, leaves: _probe.Leaves) ->
 
 
 def planned_report(
-    reference: str,
     seeds: tuple[int, ...],
     steps: int,
     eval_every: int | None,
@@ -406,13 +398,12 @@ def planned_report(
     """Returns the report of a validation before its first run.
 
     Args:
-      reference: name of the reference.
       seeds: the seeds.
       steps: number of training steps.
       eval_every: steps between two evaluations; None: a tenth of the steps.
       compare_steps: numbers of updates before a comparison; None: 0, a tenth, all but one, and
         the first steps of phases.
-      recipes: all recipes by name.
+      recipes: all recipes by name, the reference first.
 
     Raises:
       ValidationError: if a number, or the first step of a phase, is not within the run.
@@ -436,7 +427,7 @@ def planned_report(
                 f"compare_steps={sorted(compared)}: {step} is not between 0 and {steps - 1}."
             )
     return _report.ValidationReport(
-        reference=reference,
+        reference=next(iter(recipes)),
         seeds=seeds,
         steps=steps,
         eval_steps=tuple(sorted({*range(0, steps, every), steps} | starts)),

@@ -119,19 +119,12 @@ def validate(
             f"{name!r} is both the reference and a candidate. Name the candidate differently: "
             f"recipes={{'my_{name}': recipe}}."
         )
+    recipes = {name: reference, **candidates}
     settings = _driver.Settings(
-        reference=reference,
-        candidates=candidates,
+        recipes=recipes,
         budgets=_budget.resolve_budgets(budgets, candidates),
         directions=_budget.check_directions({} if metrics is None else metrics),
-        plan=_driver.planned_report(
-            name,
-            _as_seeds(seeds),
-            steps,
-            eval_every,
-            compare_steps,
-            {name: reference, **candidates},
-        ),
+        plan=_driver.planned_report(_as_seeds(seeds), steps, eval_every, compare_steps, recipes),
     )
     if resume is not None:
         settings = settings._replace(earlier=_as_earlier(resume, settings.plan))
