@@ -15,8 +15,7 @@ from rich.console import Console
 import jaxmp
 from jaxmp._core import _compat
 from jaxmp._tools.cli import _show, _steps
-from jaxmp._tools.cli._arguments import document
-from jaxmp._tools.cli._output import check_outputs, console, escape
+from jaxmp._tools.cli._arguments import check_outputs, console, document, escape
 from jaxmp.errors import AuditFailedError, JaxmpError, ValidationFailedError
 
 app = typer.Typer(

@@ -20,7 +20,7 @@ import typer
 import jaxmp
 from jaxmp._core import _compat, _targets
 from jaxmp._policies import _recipe
-from jaxmp._tools.cli import _arguments, _output, _show
+from jaxmp._tools.cli import _arguments, _show
 from jaxmp._tools.report import _progress, _views
 from jaxmp.errors import JaxmpError
 
@@ -56,7 +56,7 @@ def in_script(
             _targets.get_target(target)
     sentence, value = _script.run_script(tool, [script, *(arguments or [])], **options)
     if json != "-":
-        _output.console().print(_output.escape(sentence, "dim"), soft_wrap=True)
+        _arguments.console().print(_arguments.escape(sentence, "dim"), soft_wrap=True)
     return value
 
 
@@ -105,7 +105,7 @@ def run_audit(
         options = {"recipe": recipe, "target": target, "try_fixes": try_fixes}
         options |= {"function": name, "max_seconds": max_seconds}
         report = cls.from_json(in_script("audit", script, function, json, **options))
-    _output.write_report(report, json, html, full=full)
+    _arguments.write_report(report, json, html, full=full)
     if fail_on == "any" and baseline is None:
         raise typer.Exit(0 if report.ok else 1)  # the printed report lists the errors
     report.check(checks, baseline=before)
@@ -185,7 +185,7 @@ def run_memory(
         run = lambda phase: _run_tool("memory", jaxmp.estimate_memory, make, phase, settings)
         phases = [None] if loaded is None else loaded.split_phases()
         estimate = max(map(run, phases), key=lambda estimate: estimate.total)
-    _output.write_report(estimate, json, html)
+    _arguments.write_report(estimate, json, html)
     raise typer.Exit(int(estimate.fits is False))
 
 
@@ -255,11 +255,11 @@ def run_validate(
     try:
         report = _arguments.call(f"validating {function}", validate)
     except _views.Interrupted as stop:
-        _output.write_report(stop.report, json, html, full=full)
+        _arguments.write_report(stop.report, json, html, full=full)
         advice = "Run the same command with" if json else "Next time, add --json FILE, and then"
         print(f"Interrupted: {advice} --resume to go on.", file=sys.stderr)
         raise typer.Exit(130) from None
-    _output.write_report(report, json, html, full=full)
+    _arguments.write_report(report, json, html, full=full)
     verdicts = {candidate.verdict for candidate in report.candidates}
     if before is None or not find_regressions(report, before):
         # The printed report begins with the verdicts.
@@ -310,7 +310,7 @@ def run_locate(
     else:
         make = _arguments.only_function("locate", function, name)
         report = _located(make, checkpoint, step, batches)
-    _output.write_report(report, json, html)
+    _arguments.write_report(report, json, html)
     raise typer.Exit(int(report.reproduced))
 
 
@@ -451,7 +451,7 @@ def run_plan(
         text = "Interrupted: the programs that are compiled are in the cache."
         print(text, "Run the same command to go on.", file=sys.stderr)
     assert isinstance(report, jaxmp.typing.PlanReport)
-    _output.write_report(report, json, html)
+    _arguments.write_report(report, json, html)
     is_good = all(choice.recipe for choice in report.choices)
     raise typer.Exit(130 if is_stopped else int(not is_good))
 

@@ -24,7 +24,7 @@ _LOGS = frozenset({"log", "log1p", "log2"})
 _EXPONENTIALS = frozenset({"exp", "exp2", "expm1", "sinh", "cosh"})
 _ROOTS = frozenset({"sqrt", "rsqrt", "pow", "cbrt"})
 _IN_ONE = "Compute these steps in one function, which is finite"
-# `scale_by_*` of optax -> the optimizer with its epsilon as an argument, whose name differs.
+# `scale_by_*` of optax -> the optimizer with its epsilon as an argument.
 _OPTIMIZERS = {"belief": "adabelief", "rms": "rmsprop", "stddev": "rmsprop", "rss": "adagrad"}
 _OPTIMIZERS |= {n: n for n in ("adam", "amsgrad", "adamax", "adan", "novograd", "yogi", "radam")}
 

@@ -17,7 +17,6 @@ from jaxmp._tools.nonfinite._record import Region
 from jaxmp._tools.nonfinite._walk import Argument, Operation, Variable, Walk
 from jaxmp._tools.report._section import Fix, Located, Section, fix_parts, share_text
 from jaxmp._tools.report._views import Report
-from jaxmp.errors import JaxmpError
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -62,9 +61,7 @@ class NonfiniteReport(Report, Located):
     _subject = "diagnosis"
     _title = "First value that is not finite"
     _command = "jaxmp locate run.py:make_step --json diagnosis.json"
-    _error = JaxmpError
     _schema: ClassVar = {"schema": "jaxmp.nonfinite", "schema_version": 1}
-    _summary = ()
 
     reproduced: bool
     reason: str = ""

@@ -16,7 +16,8 @@ from typing import Any, ClassVar, Self, TypeVar
 
 from jaxmp._core import _messages, _plain, _typing
 from jaxmp._core._plain import JSONValue  # `from_plain` looks its name up in this module
-from jaxmp._tools.report import _section, _text
+from jaxmp._tools.report import _section
+from jaxmp.errors import JaxmpError
 
 R = TypeVar("R", bound="Report")
 
@@ -32,29 +33,29 @@ class Report(abc.ABC):
     _title: ClassVar[str]
     # The command that writes the JSON text of a report.
     _command: ClassVar[str]
-    _error: ClassVar[type[Exception]]
+    _error: ClassVar[type[Exception]] = JaxmpError
     # The fields that precede the others in JSON: constants, and names of properties.
     _schema: ClassVar[dict[str, JSONValue]]
-    _summary: ClassVar[tuple[str, ...]] = ("ok",)
+    _summary: ClassVar[tuple[str, ...]] = ()
 
     @abc.abstractmethod
     def _sections(self, full: bool) -> list[_section.Section]:
         """Returns the sections of the short or the full report."""
 
     def __str__(self) -> str:
-        return _text.plain_text(self._sections(full=False))
+        return _section.plain_text(self._sections(full=False))
 
     def __rich__(self) -> _typing.RichRenderable:
         return _Renderable(self._sections(full=False))
 
-    def to_text(self, *, full: bool = False, width: int = _text.WIDTH) -> str:
+    def to_text(self, *, full: bool = False, width: int = _section.WIDTH) -> str:
         """Returns the report as plain text, as `print(report)` does.
 
         Args:
           full: False for the short report; True for everything.
           width: characters per line; only code may be longer.
         """
-        return _text.plain_text(self._sections(full), width)
+        return _section.plain_text(self._sections(full), width)
 
     def to_rich(self, *, full: bool = False) -> _typing.RichRenderable:
         """Returns an object that rich prints in color, in the width of its console.
@@ -169,7 +170,7 @@ class _Renderable:
 
     def __rich_console__(self, console: Any, options: Any) -> Iterator[Any]:
         text = importlib.import_module("rich.text").Text
-        for line in _text.text_lines(self._sections, options.max_width):
+        for line in _section.text_lines(self._sections, options.max_width):
             yield text(line.text, style=_STYLES.get(line.role, ""))
 
 
@@ -214,7 +215,7 @@ def _html_section(section: _section.Section) -> str:
 
 
 def _html_fix(fix: _section.Fix) -> str:
-    lines = lambda text: "\n".join(map(_text.printable, text.splitlines()))
+    lines = lambda text: "\n".join(map(_section.printable, text.splitlines()))
     parts = [
         f"<pre><code>{html.escape(lines(text))}</code></pre>" if code else f"<p>{_html(text)}</p>"
         for code, text in fix.parts
@@ -225,7 +226,7 @@ def _html_fix(fix: _section.Fix) -> str:
 def _html_table(section: _section.Section) -> str:
     if not section.rows:
         return ""
-    styles = [' class="number"' if numeric else "" for numeric in _text.numeric_columns(section)]
+    styles = [' class="number"' if numeric else "" for numeric in _section.numeric_columns(section)]
     styles[0] = ' class="index"' if section.columns[0] == "#" else ""
     head = _html_row("th", section.columns, styles)
     rows = "\n".join(_html_row("td", row, styles) for row in section.rows)
@@ -243,4 +244,4 @@ _BREAKS = re.compile(r"(?<!\*\*)/(?=[\w*])|\)(?=\.)|\](?=\[)|(?<=\w{20})_")
 
 
 def _html(text: str) -> str:
-    return _BREAKS.sub(r"\g<0><wbr>", html.escape(_text.printable(text)))
+    return _BREAKS.sub(r"\g<0><wbr>", html.escape(_section.printable(text)))

@@ -14,7 +14,6 @@ from jaxmp._programs._observe import GRADIENTS, OPERANDS
 from jaxmp._tools.report._section import Section, grouped, module_text, share_text
 from jaxmp._tools.report._views import Report
 from jaxmp._tools.stats._measure import LAST, POWERS, TensorStats
-from jaxmp.errors import JaxmpError
 
 # Largest share of the gradient that a suggested loss scale loses.
 MAX_LOST = 0.001
@@ -73,9 +72,7 @@ class StatsReport(Report):
     _subject = "statistics"
     _title = "Statistics of a training step"
     _command = "pathlib.Path('statistics.json').write_text(stats.report().to_json())"
-    _error = JaxmpError
     _schema: ClassVar = {"schema": "jaxmp.statistics", "schema_version": 1}
-    _summary = ()
 
     loss_scale: float | None
     scales: tuple[tuple[float, float, float], ...]

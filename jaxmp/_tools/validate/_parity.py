@@ -155,7 +155,6 @@ class ParityReport(_views.Report):
     _command = "pathlib.Path('parity.json').write_text(report.to_json())"
     _error = ValidationError
     _schema: ClassVar[dict[str, JSONValue]] = {"schema": "jaxmp.parity", "schema_version": 1}
-    _summary = ()
 
     outputs: str
     batches: int
@@ -296,8 +295,8 @@ def parity(
     if search and not is_equal:
         distances = [rows_of(x, y, outputs)[0].difference for x, y in pairs]
         batch = batches[int(np.argmax(distances))]
-        traced = [_jaxprs.trace(each, batch, {}) for each in (functions[0], served)]
-        cause, before = _parity_search.find_cause(*traced, shift)
+        first, second = (_jaxprs.trace(each, batch, {}) for each in (functions[0], served))
+        cause, before = _parity_search.find_cause(first, second, shift)
     return ParityReport(
         outputs=outputs,
         batches=len(batches),

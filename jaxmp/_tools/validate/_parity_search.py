@@ -87,14 +87,14 @@ class _Candidate(NamedTuple):
       pair: the results.
       value: the result of serving for the operands of training.
       only: operations of training, and of serving, that the other program lacks before the pair.
-      side, index: the operation that the report names: its program (0 or 1), and its number.
+      side, number: the operation that the report names: its program (0 or 1), and index.
     """
 
     pair: _walk.Pair
     value: _typing.Array
     only: tuple[list[int], list[int]]
     side: int
-    index: int
+    number: int
 
 
 def find_cause(
@@ -229,7 +229,7 @@ class _Search:
             value = self._moved(pair.join([self._local[n].value for n in pair.serve]), -self.shift)
             if _walk.is_different(train[pair.train], serve[pair.serve[0]], value):
                 candidate = self._candidate(pair, value)
-                group = self.runs[candidate.side].group(candidate.index)
+                group = self.runs[candidate.side].group(candidate.number)
                 groups.setdefault(group, []).append(candidate)
         return groups
 
@@ -314,7 +314,7 @@ class _Search:
 
     def _dtypes(self, candidates: Sequence[_Candidate]) -> Changes:
         """Returns the change of the operations in the candidates' groups to the first dtypes."""
-        groups = {self.runs[each.side].group(each.index) for each in candidates}
+        groups = {self.runs[each.side].group(each.number) for each in candidates}
         (train, serve), own = (run.records for run in self.runs), self.runs[1]
         new = {n for candidate in candidates for n in candidate.only[1]}
         # Roundings of the second program that the first one does not have.
@@ -376,7 +376,7 @@ class _Search:
 
     def _fix(self, candidate: _Candidate, changes: Changes) -> tuple[str, str]:
         """Returns the kind of a cause, and the change as text."""
-        where = self.runs[candidate.side].where(candidate.index)
+        where = self.runs[candidate.side].where(candidate.number)
         reason = "" if any(candidate.only) else self._arguments(candidate)
         if any(change.value is not None for change in changes.values()):
             if reason:

@@ -99,6 +99,7 @@ class ValidationReport(_views.Report):
     _title = "Precision validation"
     _command = "jaxmp validate run.py:make_run --json validation.json"
     _error = ValidationError
+    _summary = ("ok",)
     _schema: ClassVar = {"schema": "jaxmp.validation", "schema_version": 3}
 
     reference: str = "fp32"
