@@ -192,7 +192,7 @@ def _pure_tree(run: TrainingRun) -> PureRun:
 
     def with_params(arrays: PyTree, params: PyTree) -> PyTree:
         new = dict(zip(of_params, jax.tree.leaves(params), strict=True))
-        return [jnp.asarray(new.get(n, x), x.dtype) for n, x in enumerate(arrays)]
+        return [jnp.asarray(new[n], x.dtype) if n in new else x for n, x in enumerate(arrays)]
 
     def state_of(arrays: PyTree) -> dict[str, Array]:
         leaves = enumerate(_trees.leaves_with_path(opened(arrays)))
@@ -213,7 +213,8 @@ def _pure_tree(run: TrainingRun) -> PureRun:
 def _strong(leaf: PyTree) -> PyTree:
     """Returns an array that is not weakly typed, as compiled steps require."""
     array = jnp.asarray(leaf)
-    return lax.convert_element_type(array, array.dtype) if array.weak_type else array
+    is_weak = getattr(array, "weak_type", False)  # random keys have no such attribute
+    return lax.convert_element_type(array, array.dtype) if is_weak else array
 
 
 def _is_train_state(node: object) -> bool:
