@@ -289,9 +289,7 @@ def test_no_command_prints_the_help(run):
 
 def test_every_argument_of_a_command_has_help():
     commands = get_command(app).commands
-    groups = [commands.pop("checkpoint").commands, commands]
-    for name, command in [pair for group in groups for pair in group.items()]:
-        assert "Args:" not in command.help
+    for name, command in (commands | commands.pop("checkpoint").commands).items():
         assert all(each.help for each in command.params if each.name != "help"), name
 
 

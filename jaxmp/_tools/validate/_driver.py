@@ -308,9 +308,10 @@ class _Trainer:
         phases = phases_of(name, recipe, plan.steps)
         make = functools.partial(make_runs, self._make_run, phases, plan.steps)
         runs = make(plan.seeds[0])
-        params = jax.eval_shape(runs[0].params, runs[0].arrays)
+        first = runs[0]
+        params = jax.eval_shape(first.params, first.arrays)
         audits = [
-            _audit.audit(*runs[phase.start].audited, runs[0].first, recipe=phase.recipe)
+            _audit.audit(*runs[phase.start].audited, first.first, recipe=phase.recipe)
             for phase in phases
         ]
         compiled: dict[str, Callable[..., Any]] = {}  # by the hash of a step or an evaluation
@@ -330,7 +331,8 @@ class _Trainer:
         def train_one(seed: int) -> _rows.TrainingRecord:
             is_first = seed == plan.seeds[0]
             own = runs if is_first else make(seed)
-            params = own[0].params(own[0].arrays)
+            current = own[0]
+            params = current.params(current.arrays)
             if is_reference:
                 self._initial[seed] = _probe.leaves_of(params)
             else:
@@ -348,7 +350,7 @@ class _Trainer:
             # Only the first seed is compared.
             compared = compare if is_first else lambda *_: None
             hooks = {"on_compare": compared, "on_step": self._on_step}
-            record = train(name, seed, own[0], programs, plan, **hooks)
+            record = train(name, seed, current, programs, plan, **hooks)
             return dataclasses.replace(record, initial_checksum=initial, program=traced)
 
         for seed in plan.seeds:
