@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from jaxmp._tools.nonfinite import NonfiniteReport
     from jaxmp._tools.plan import PlanReport
     from jaxmp._tools.stats import StatsReport, TrainingStats
-    from jaxmp._tools.validate._parity_report import ParityReport
+    from jaxmp._tools.validate._parity import ParityReport
     from jaxmp._tools.validate._report import ValidationReport
 
 __all__ = [
@@ -46,7 +46,7 @@ _LAZY = {
     "Explanation": "jaxmp._tools.audit._explain",
     "MemoryEstimate": "jaxmp._tools.memory",
     "NonfiniteReport": "jaxmp._tools.nonfinite",
-    "ParityReport": "jaxmp._tools.validate._parity_report",
+    "ParityReport": "jaxmp._tools.validate._parity",
     "PlanReport": "jaxmp._tools.plan",
     "StatsReport": "jaxmp._tools.stats",
     "TrainingStats": "jaxmp._tools.stats",

@@ -23,8 +23,7 @@ from jaxmp._tools.audit._rows import (
     MatmulRow,
     MemoryRow,
 )
-from jaxmp._tools.report._section import fix_parts
-from jaxmp._tools.report._text import text_lines
+from jaxmp._tools.report._section import fix_parts, text_lines
 from relaxed import relaxed
 from train_lm import cross_entropy
 

@@ -237,7 +237,9 @@ def run_of(state, step):
 def test_a_validation_reads_the_parameters_beside_an_average(form):
     train = make_state("bf16_params")
     average = {name: jnp.zeros_like(leaf) for name, leaf in fp32_copy(train).items()}
-    state = (average, train) if form == "tuple" else {"average": average, "train": train}
+    state = (average, train)
+    if form == "dict":
+        state = {"average": average, "key": jax.random.key(0), "train": train}
     pure = as_pure(run_of(state, lambda state, batch: (state, {"loss": batch})), "make_run", 2)
     full = pure.params(pure.arrays)
     np.testing.assert_array_equal(full["w"], jaxmp.get_master_params(train)["w"])

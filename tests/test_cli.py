@@ -10,6 +10,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from typer.main import get_command
 
 import jaxmp
 from grids import EXPENSIVE, fast_cases
@@ -284,6 +285,12 @@ def test_a_wrong_command_is_refused_with_the_usage(run, arguments):
 def test_no_command_prints_the_help(run):
     _, out, err = run()
     assert all(command in out + err for command in ("recipes", "show", "audit", "--version"))
+
+
+def test_every_argument_of_a_command_has_help():
+    commands = get_command(app).commands
+    for name, command in (commands | commands.pop("checkpoint").commands).items():
+        assert all(each.help for each in command.params if each.name != "help"), name
 
 
 def test_errors_are_red(run, monkeypatch):

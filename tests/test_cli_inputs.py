@@ -15,7 +15,7 @@ import pytest
 import jaxmp
 from grids import EXPENSIVE
 from jaxmp._tools import cli
-from jaxmp._tools.cli import _output
+from jaxmp._tools.cli import _arguments
 from jaxmp.checkpoint import Checkpointer
 
 ROOT = Path(__file__).parents[1]
@@ -314,7 +314,7 @@ def test_each_result_has_the_key_by_which_it_is_recognized(tmp_path, monkeypatch
     }
     fields["recipes"] = json.loads((tmp_path / "recipes.json").read_text())[0]
     for name, known in fields.items():
-        assert _output._KEYS[name] in known, name
+        assert _arguments._KEYS[name] in known, name
 
 
 PARSER = "import argparse\np = argparse.ArgumentParser()\np.add_argument('--lr')\np.parse_args()\n"

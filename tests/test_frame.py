@@ -321,7 +321,8 @@ def test_wheel_ships_code_policies_and_license(wheel):
     names = set(zipfile.ZipFile(wheel).namelist())
     assert wheel.name.startswith(f"jaxmp-{jaxmp.__version__}-")
     assert {f"jaxmp/policies/{file.name}" for file in (ROOT / "policies").iterdir()} <= names
-    sources = {file.relative_to(ROOT).as_posix() for file in (ROOT / "jaxmp").rglob("*.py")}
+    files = [*(ROOT / "jaxmp").rglob("*.py"), *(ROOT / "jaxmp").rglob("*.css")]
+    sources = {file.relative_to(ROOT).as_posix() for file in files}
     assert sources <= names
     # Type checkers read the annotations of an installed package only if it contains this file.
     assert "jaxmp/py.typed" in names

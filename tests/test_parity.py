@@ -15,8 +15,8 @@ from jax import export
 import jaxmp
 import parity_plants
 from grids import EXPENSIVE
-from jaxmp._tools.validate import _align, _metrics
-from jaxmp._tools.validate._parity_report import ParityReport
+from jaxmp._tools.validate import _parity, _walk
+from jaxmp._tools.validate._parity import ParityReport
 from jaxmp._tools.validate._walk import ResultRecord, walk
 from jaxmp.errors import ValidationError, ValidationFailedError
 
@@ -229,9 +229,7 @@ def test_the_criterion_accepts_last_bits_and_finds_roundings():
     half = np.asarray(jnp.asarray(x).astype(BF16).astype(FP32))
     few = half.copy()
     few[:50] *= 1 + 2.0**-7  # the last bit of 0.5 % of the elements
-    is_different = lambda a, b, s, t: _align.is_different(
-        record(a, s), record(b, t), jnp.asarray(b)
-    )
+    is_different = lambda a, b, s, t: _walk.is_different(record(a, s), record(b, t), jnp.asarray(b))
     assert not is_different(half, few, BF16, BF16)
     assert not is_different(x, half, FP32, BF16)  # the rounding of the coarser dtype
     coarse = x * (1 + 2.0**-9 * np.random.default_rng(0).choice([-1, 1], x.size)).astype(np.float32)
@@ -251,7 +249,7 @@ def test_a_walk_rounds_as_the_program():
 
 def test_metrics_of_log_probabilities():
     x = np.log([[0.5, 0.5, 0.5, 0.5]])
-    row = _metrics.rows_of(x, x + np.log([1.001, 1.009, 0.96, 1.2]), "log_probs")[0]
+    row = _parity.rows_of(x, x + np.log([1.001, 1.009, 0.96, 1.2]), "log_probs")[0]
     assert (row.count, row.band, row.within_1, row.within_5) == (4, 0.25, 0.5, 0.75)
     assert row.largest == pytest.approx(1.2)
     ratio = np.array([1.001, 1.009, 0.96, 1.2])
@@ -262,15 +260,15 @@ def test_metrics_of_log_probabilities():
 def test_the_divergence_of_logits_is_exact_and_shifts_do_not_count():
     x, y = np.float32(normal(5, 2, 3, 7)), np.float32(normal(6, 2, 3, 7))
     p, q = jax.nn.log_softmax(x), jax.nn.log_softmax(y)
-    row, *positions = _metrics.rows_of(x, y, "logits")
+    row, *positions = _parity.rows_of(x, y, "logits")
     assert row.kl == pytest.approx(float(jnp.sum(jnp.exp(q) * (q - p)) / 6), rel=1e-5)
     assert row.count == 6 and [each.count for each in positions] == [2, 2, 2]
-    assert _metrics.rows_of(x, x + 3, "logits")[0].difference < 1e-6
+    assert _parity.rows_of(x, x + 3, "logits")[0].difference < 1e-6
 
 
 def test_masked_positions_are_left_out():
     x = np.array([[-1.0, np.nan], [-2.0, -3.0]])
-    row = _metrics.rows_of(x, x, "log_probs")[0]
+    row = _parity.rows_of(x, x, "log_probs")[0]
     assert row.count == 3 and row.band == 1 and math.isfinite(row.kl)
 
 

@@ -9,8 +9,8 @@ import re
 import numpy as np
 import pytest
 
-from jaxmp._tools.report import _chart
-from jaxmp._tools.report._chart import Curve, chart
+from jaxmp._tools.validate import _report
+from jaxmp._tools.validate._report import Curve, chart
 from jaxmp._tools.validate._rows import (
     CandidateResult,
     Cause,
@@ -86,7 +86,7 @@ def charts(monkeypatch):
             found[title] = curves, options
             return ""
 
-        monkeypatch.setattr(_chart, "chart", record)
+        monkeypatch.setattr(_report, "chart", record)
         report.to_html()
         return found
 

@@ -14,8 +14,8 @@ from rich.console import Console
 
 import jaxmp
 from jaxmp._core import _compat
-from jaxmp._tools.cli import _plan, _show, _steps
-from jaxmp._tools.cli._output import check_outputs, console, escape
+from jaxmp._tools.cli import _show, _steps
+from jaxmp._tools.cli._arguments import check_outputs, console, document, escape
 from jaxmp.errors import AuditFailedError, JaxmpError, ValidationFailedError
 
 app = typer.Typer(
@@ -46,16 +46,17 @@ _COMMANDS = {
     "validate": _steps.run_validate,
     "audit": _steps.run_audit,
     "memory": _steps.run_memory,
-    "plan": _plan.run_plan,
+    "plan": _steps.run_plan,
     "locate": _steps.run_locate,
 }
 for _name, _function in _COMMANDS.items():
     # With `--script`, other options are those of the script.
     _is_script = _name in ("audit", "memory", "plan", "locate")
     _settings = {"ignore_unknown_options": True} if _is_script else None
-    app.command(_name, cls=_Command, context_settings=_settings)(_function)
-for _registered in _show.checkpoint.registered_commands:
-    _registered.cls = _Command
+    app.command(_name, context_settings=_settings)(_function)
+for _registered in (*app.registered_commands, *_show.checkpoint.registered_commands):
+    assert _registered.callback is not None
+    _registered.cls, _registered.help = _Command, document(_registered.callback)
 app.add_typer(_show.checkpoint, name="checkpoint")
 
 

@@ -1,75 +1,62 @@
-"""Arguments that several commands share, and the user's functions that they name."""
+"""Arguments and outputs that commands share, and the user's functions that they name.
+
+The help of the arguments is this, unless the docstring of a command has an entry of its own.
+
+Args:
+  function: package.module:function, or file.py:function. It takes the recipe, or nothing, and
+    returns the step and its arguments, which may be shapes. With --script: the arguments of the
+    script; those that are also options of this command go after --.
+  html: Write the report as an HTML page.
+  json: Write the result as JSON; - prints it instead of the text.
+  max_seconds: With --script: maximum run time of it.
+  name: With --script: read only this function.
+  path: Directory of a run, or of one of its steps.
+  recipe: Name of a recipe, path ending in .toml, or policy string such as p=f32,c=bf16,o=f32.
+  script: Run a training script, and read the steps that it calls. -m MODULE runs a module.
+  share: Share of the memory that JAX allocates, by default that of the environment variable
+    XLA_PYTHON_CLIENT_MEM_FRACTION, or 0.75.
+  step: The step; by default the latest.
+  target: Chip, such as h200 or v6e, or a TOML file that describes one. It does not have to be
+    present.
+"""
 
 from __future__ import annotations
 
+import copy
 import importlib
 import importlib.util
 import inspect
+import itertools
+import json
 import math
 import os
+import re
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from types import ModuleType
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, TypeVar, get_args
 
+import rich.box
 import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 
 import jaxmp
 from jaxmp._core import _messages
-from jaxmp._tools.cli._output import check_output
+from jaxmp._tools.report import _section
+from jaxmp._tools.report._views import Report
 from jaxmp.errors import JaxmpError
 
 T = TypeVar("T")
-
-RecipeArgument = Annotated[
-    str,
-    typer.Argument(
-        help="Name of a recipe, path ending in .toml, or policy string such as p=f32,c=bf16,o=f32."
-    ),
-]
-JsonOption = Annotated[
-    str | None,
-    typer.Option(
-        "--json",
-        metavar="FILE",
-        callback=check_output,
-        help="Write the result as JSON; - prints it instead of the text.",
-    ),
-]
-HtmlOption = Annotated[
-    str | None,
-    typer.Option(metavar="FILE", callback=check_output, help="Write the report as an HTML page."),
-]
-ScriptOption = Annotated[
-    str | None,
-    typer.Option(
-        metavar="FILE",
-        help="Run a training script, and read the steps that it calls. -m MODULE runs a module.",
-    ),
-]
-NameOption = Annotated[
-    str | None,
-    typer.Option("--function", metavar="NAME", help="With --script: read only this function."),
-]
 
 
 def _check_seconds(seconds: float) -> float:
     if not 0 < seconds < math.inf:
         raise JaxmpError(f"--max-seconds {seconds} is not a positive number of seconds.")
     return seconds
-
-
-SecondsOption = Annotated[
-    float, typer.Option(callback=_check_seconds, help="With --script: maximum run time of it.")
-]
-TargetOption = Annotated[
-    str | None,
-    typer.Option(
-        help="Chip, such as h200 or v6e, or a TOML file that describes one. It does not have to be"
-        " present."
-    ),
-]
 
 
 def _set_share(share: float | None) -> float | None:
@@ -80,25 +67,35 @@ def _set_share(share: float | None) -> float | None:
     return share
 
 
-ShareOption = Annotated[
-    float | None,
-    typer.Option(
-        callback=_set_share,
-        help="Share of the memory that JAX allocates, by default that of the environment variable"
-        " XLA_PYTHON_CLIENT_MEM_FRACTION, or 0.75.",
-    ),
-]
-# How a command line names a function of the user, as in `jaxmp audit my_package.train:make_step`.
-FUNCTION_HELP = "package.module:function, or file.py:function."
-StepArgument = Annotated[
-    list[str] | None,
-    typer.Argument(
-        metavar="FUNCTION | ARGUMENTS...",
-        help=f"{FUNCTION_HELP} It takes the recipe, or nothing, and returns the step and its"
-        " arguments, which may be shapes. With --script: the arguments of the script; those that"
-        " are also options of this command go after --.",
-    ),
-]
+JsonOption = Annotated[str | None, typer.Option("--json", metavar="FILE")]
+HtmlOption = ScriptOption = Annotated[str | None, typer.Option(metavar="FILE")]
+NameOption = Annotated[str | None, typer.Option("--function", metavar="NAME")]
+PathArgument = Annotated[Path, typer.Argument(metavar="PATH")]
+SecondsOption = Annotated[float, typer.Option(callback=_check_seconds)]
+ShareOption = Annotated[float | None, typer.Option(callback=_set_share)]
+StepArgument = Annotated[list[str] | None, typer.Argument(metavar="FUNCTION | ARGUMENTS...")]
+
+
+def document(function: Callable[..., Any]) -> str:
+    """Returns the help of a command, and adds that of its arguments: its docstring and `Args:`."""
+    shared = _entries(__doc__ or "")
+    parameters = inspect.signature(function).parameters
+    for name, text in (shared | _entries(function.__doc__ or "")).items():
+        if name in parameters:
+            hint, default = parameters[name].annotation, parameters[name].default
+            made = typer.Argument() if default is inspect.Parameter.empty else typer.Option()
+            plain, option = get_args(hint) if hasattr(hint, "__metadata__") else (hint, made)
+            option = copy.copy(option)
+            option.help = text
+            function.__annotations__[name] = Annotated[plain, option]
+    return inspect.cleandoc(function.__doc__ or "").partition("\nArgs:\n")[0]
+
+
+def _entries(docstring: str) -> dict[str, str]:
+    """Returns the entries of a docstring's `Args:` by their names."""
+    text = inspect.cleandoc(docstring).partition("\nArgs:\n")[2]
+    entries = re.findall(r"^  (\w+): (.+?)(?=\n  \w|\Z)", text, re.DOTALL | re.MULTILINE)
+    return {name: " ".join(entry.split()) for name, entry in entries}
 
 
 def only_function(command: str, arguments: list[str] | None, name: str | None) -> str:
@@ -194,6 +191,27 @@ def split_items(text: str) -> list[str]:
     return list(dict.fromkeys(item for item in items if item))
 
 
+def split_numbers(text: str, option: str, example: str = "h100=2.5") -> dict[str, float]:
+    """Returns the numbers of `name=number,...`."""
+    numbers = {}
+    for item in split_items(text):
+        name, _, number = item.partition("=")
+        try:
+            numbers[name.strip()] = float(number)
+        except ValueError:
+            raise JaxmpError(
+                f"{option} {item!r} is not a number: write {option} {example}."
+            ) from None
+    return numbers
+
+
+def split_values(text: str | None) -> Any:
+    """Returns numbers, booleans and words; "largest" is not a list."""
+    named: dict[str, Any] = {"true": True, "false": False}
+    items = [named.get(x, int(x) if x.isdecimal() else x) for x in split_items(text or "")]
+    return text if text in (None, "largest") else items
+
+
 def call(description: str, function: Callable[[], T]) -> T:
     """Calls the user's code, and converts its exceptions to errors of one message.
 
@@ -209,16 +227,12 @@ def call(description: str, function: Callable[[], T]) -> T:
     except JaxmpError:
         raise
     except (Exception, SystemExit) as error:
-        text = f"{description} raised {type(error).__name__}: {error}{_user_line(error)}"
+        others = (os.path.dirname(jaxmp.__file__), "<", sys.prefix, sys.base_prefix)
+        frames = traceback.extract_tb(error.__traceback__)
+        own = [frame for frame in frames if not frame.filename.startswith(others)]
+        text = f"{description} raised {type(error).__name__}: {error}"
+        text += f" ({os.path.basename(own[-1].filename)}, line {own[-1].lineno})" if own else ""
         raise JaxmpError(text) from error
-
-
-def _user_line(error: BaseException) -> str:
-    """Returns the file and line of the last frame in the user's own code; "" if there is none."""
-    others = (os.path.dirname(jaxmp.__file__), "<", sys.prefix, sys.base_prefix)
-    frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if not frame.filename.startswith(others)]
-    return f" ({os.path.basename(own[-1].filename)}, line {own[-1].lineno})" if own else ""
 
 
 def make_step(name: str, example: str, *argument: object, least: int = 1) -> tuple[Any, ...]:
@@ -246,3 +260,146 @@ def make_step(name: str, example: str, *argument: object, least: int = 1) -> tup
             "them:\n    return train_step, state, batch"
         )
     return tuple(made)
+
+
+# ---------------------------------------------------------------------------
+# Tables, escaped text and files that the commands write
+# ---------------------------------------------------------------------------
+
+
+# Command -> a key that its JSON results have, by which an earlier result is recognized.
+_KEYS = {
+    **{"recipes": "loss_scale", "show": "policy", "doctor": "problems", "audit": "gemms"},
+    **{"memory": "kinds", "plan": "choices", "validate": "compare_steps", "locate": "reproduced"},
+    **{"checkpoint show": "leaves", "checkpoint verify": "leaves"},
+}
+# Columns that are never wrapped.
+_WHOLE_COLUMNS = ("operation", "recipe", "policy", "loss scale")
+
+
+def console() -> Console:
+    """Returns a console for standard output. It does not color numbers or paths."""
+    return Console(highlight=False)
+
+
+def escape(text: str, style: str = "") -> Text:
+    """Returns text without markup, in which control characters are visible."""
+    return Text("\n".join(map(_section.printable, text.split("\n"))), style=style)
+
+
+def make_table(*columns: str) -> Table:
+    """Returns an empty table with a header and without borders."""
+    table = Table(box=rich.box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    for column in columns:
+        table.add_column(column, overflow="fold", no_wrap=column in _WHOLE_COLUMNS)
+    return table
+
+
+def write_json(file: str | None, value: object) -> bool:
+    """Writes the JSON result of a command, and returns True if it replaces the printed text.
+
+    Args:
+      file: the argument of `--json`: None, a path, or "-" for standard output.
+      value: JSON text, or an object of dicts, lists, strings and numbers.
+    """
+    if file is None:
+        return False
+    text = value if isinstance(value, str) else json.dumps(value, indent=1)
+    if file == "-":
+        print(text)
+        return True
+    write_file(file, text)
+    return False
+
+
+def write_report(report: Report, json: str | None, html: str | None, *, full: bool = False) -> None:
+    """Prints a report, and writes it to the files of `--json` and `--html`."""
+    if not write_json(json, report.to_json()):
+        # Code is not wrapped, so that it can be pasted.
+        console().print(report.to_rich(full=full), soft_wrap=True)
+    if html is not None:
+        write_file(html, report.to_html(full=full))
+
+
+def check_outputs(command: str, parameters: Mapping[str, object]) -> None:
+    """Checks before the work that the outputs of a command can be written.
+
+    Args:
+      command: its name.
+      parameters: name -> argument of the command line. Files among them are inputs, also as a part:
+        `file.py:function`, or one of several recipes.
+
+    Raises:
+      JaxmpError: if an output is a directory, or its directory does not exist or is not writable;
+        if it would replace an input, another result, or any file but an earlier result.
+    """
+    outputs = {x: str(parameters[x]) for x in ("json", "html") if parameters.get(x) is not None}
+    used: dict[str, str] = {}
+    inputs = [value for name, value in parameters.items() if name not in outputs]
+    lists = (value if isinstance(value, list) else [value] for value in inputs)
+    for text in map(str, itertools.chain.from_iterable(lists)):
+        for part in (text, *text.split(",")):
+            for file in (part.strip(), part.strip().rpartition(":")[0]):
+                used |= {os.path.realpath(file): "an input"} if os.path.isfile(file) else {}
+    for name, file in outputs.items():
+        path = os.path.realpath(file)
+        target = file if os.path.exists(file) else os.path.dirname(path)
+        is_file = file and not os.path.islink(path) and not os.path.isdir(file)
+        if file != "-" and not (is_file and os.access(target, os.W_OK)):
+            raise JaxmpError(
+                f"{file!r} cannot be written. Name a file in a directory that exists, and that this"
+                " user may write to."
+            )
+        if file != "-" and path in used:
+            raise JaxmpError(
+                f"--{name} {file!r} is {used[path]} of this command. "
+                f"Write another file: --{name} result.{name}"
+            )
+        used[path] = f"the --{name}"
+        if os.path.isfile(path) and not _is_earlier(command, name, path):
+            raise JaxmpError(
+                f"--{name} {file!r} exists, and is not an earlier result of jaxmp {command}. "
+                f"Remove it, or write another file: --{name} result.{name}"
+            )
+
+
+def _is_earlier(command: str, kind: str, path: str) -> bool:
+    """Returns True for an empty file, and for an earlier result of a command.
+
+    Args:
+      command: its name.
+      kind: "json" or "html".
+      path: the file.
+    """
+    try:
+        text = Path(path).read_text("utf-8")
+        if not text or kind == "html":
+            return not text or (text.startswith("<!doctype html>") and 'class="jaxmp"' in text)
+        rows = json.loads(text)
+        first = rows[0] if isinstance(rows, list) else rows
+        return isinstance(first, dict) and _KEYS[command] in first
+    except (OSError, ValueError, IndexError, RecursionError):
+        return False
+
+
+def write_file(file: str, text: str) -> None:
+    """Writes a file; a regular one is replaced atomically, through symbolic links.
+
+    Raises:
+      JaxmpError: if it cannot be written; an old file is then unchanged.
+    """
+    try:
+        if os.path.exists(file) and not os.path.isfile(file):
+            # A device or a FIFO; a FIFO that no process reads is an error.
+            descriptor = os.open(file, os.O_WRONLY | os.O_NONBLOCK)
+            os.set_blocking(descriptor, True)
+            with open(descriptor, "w", encoding="utf-8") as stream:
+                stream.write(text)
+            return
+        path = os.path.realpath(file)
+        partial = f"{path}.partial-{os.getpid()}"
+        with open(partial, "w", encoding="utf-8") as stream:
+            stream.write(text)
+        os.replace(partial, path)
+    except OSError as error:
+        raise JaxmpError(f"{file!r} cannot be written: {error.strerror}.") from None

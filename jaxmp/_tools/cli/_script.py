@@ -76,31 +76,29 @@ def run_script(
         )
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "result.json"
-        watch = {"tool": tool, "result": str(file), "function": function}
+        watch = {"tool": tool, "file": str(file), "function": function}
         watch |= {"max_seconds": max_seconds, "settings": settings}
         package = str(Path(jaxmp.__file__).parents[1])
         run = {"module": is_module, "jaxmp": package, "watch": watch}
         child = Path(__file__).with_name("_script_child.py")
         command = [sys.executable, str(child), json.dumps(run), *arguments]
-        status = _wait(command, bool(settings.get("target") or settings.get("targets")))
+        is_compiling = settings.get("target") or settings.get("targets")
+        with _compat.unchecked_cuda() if is_compiling else contextlib.nullcontext():
+            # The output of the script goes to the error output.
+            output = sys.stderr.fileno()
+            process = subprocess.Popen(command, stdout=output, start_new_session=True)
+        try:
+            status = process.wait()
+        finally:
+            # Data loaders may have left processes.
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(process.pid, signal.SIGKILL)
         if not file.exists():
             raise AuditError(f"{script} failed (status {status}) before its train step was traced.")
         result = json.loads(file.read_text("utf-8"))
     if result["error"]:
         raise AuditError(result["error"])
     return result["sentence"], result["value"]
-
-
-def _wait(command: list[str], compiles: bool) -> int:
-    """Runs a command and returns its exit status; its output goes to the error output."""
-    with _compat.unchecked_cuda() if compiles else contextlib.nullcontext():
-        process = subprocess.Popen(command, stdout=sys.stderr.fileno(), start_new_session=True)
-    try:
-        return process.wait()
-    finally:
-        # Data loaders may have left processes.
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(process.pid, signal.SIGKILL)
 
 
 # ---------------------------------------------------------------------------
@@ -112,36 +110,34 @@ def _wait(command: list[str], compiles: bool) -> int:
 _PATIENCE = 10
 
 
+@dataclasses.dataclass(kw_only=True)
 class Watcher:
     """Collects the jitted functions of a script, and ends the process with a result.
 
     Args:
-      result: path of the result file.
-      tool, function, max_seconds, settings: as in `run_script`.
+      tool, settings, function, max_seconds: as in `run_script`.
+      file: path of the result file.
+      calls: the last two calls of steps with their arrays, for `locate`.
     """
 
-    def __init__(
-        self,
-        *,
-        tool: str,
-        result: str = "",
-        function: str | None = None,
-        max_seconds: float = 600.0,
-        settings: dict[str, Any],
-    ) -> None:
-        self.tool, self.file, self.function, self.settings = tool, Path(result), function, settings
-        self.process = os.getpid()
-        self.watched: dict[int, _jitted.Watched] = {}
-        # The last two calls of steps with their arrays, for `locate`.
-        self.calls: list[_watch_jit.JitCall] = []
-        self.recipes: list[str] = []
+    tool: str
+    settings: dict[str, Any]
+    file: str = ""
+    function: str | None = None
+    max_seconds: float = 600.0
+    process: int = dataclasses.field(default_factory=os.getpid)
+    watched: dict[int, _jitted.Watched] = dataclasses.field(default_factory=dict)
+    calls: list[_watch_jit.JitCall] = dataclasses.field(default_factory=list)
+    recipes: list[str] = dataclasses.field(default_factory=list)
+    is_busy: bool = False
+
+    def __post_init__(self) -> None:
         self.lock = threading.RLock()
-        self.is_busy = False
-        self.watching = _watch_jit.watch_jit(self._on_call, run_all=tool == "locate")
+        self.watching = _watch_jit.watch_jit(self._on_call, run_all=self.tool == "locate")
         self.watching.__enter__()
-        if tool == "plan":
+        if self.tool == "plan":
             jaxmp.load_recipe = self._load_recipe
-        timer = threading.Timer(max_seconds, self.finish)
+        timer = threading.Timer(self.max_seconds, self.finish)
         timer.daemon = True
         timer.start()
 
@@ -197,9 +193,10 @@ class Watcher:
             return False
         self.is_busy = True
         try:
-            arguments = jax.tree.map(_copied, (call.args, call.kwargs))
-            self.calls = [*self.calls[-1:], call._replace(args=arguments[0], kwargs=arguments[1])]
-            failed = _measure.has_failed(arguments)
+            copied = lambda leaf: jnp.copy(leaf) if isinstance(leaf, jax.Array) else leaf
+            args, kwargs = jax.tree.map(copied, (call.args, call.kwargs))
+            self.calls = [*self.calls[-1:], call._replace(args=args, kwargs=kwargs)]
+            failed = _measure.has_failed((args, kwargs))
         finally:
             self.is_busy = False
         if failed:
@@ -222,7 +219,7 @@ class Watcher:
             except Exception as failed:
                 traceback.print_exc()
                 result = {"error": f"the {self.tool} raised {type(failed).__name__}: {failed}"}
-            partial = self.file.with_suffix(".partial")
+            partial = Path(self.file).with_suffix(".partial")
             partial.write_text(json.dumps(result), "utf-8")
             partial.replace(self.file)
             for stream in (sys.stdout, sys.stderr):
@@ -277,7 +274,11 @@ class Watcher:
     def _value(self, chosen: list[_jitted.Watched]) -> Any:
         settings = self.settings
         if self.tool == "locate":
-            return _locate(self.calls)
+            if not self.calls:
+                raise AuditError("the script compiled no function that takes gradients.")
+            # The last step, or the one before it, whose results the last one has received.
+            reports = [jaxmp.locate_nonfinite(*_positional(call)) for call in self.calls]
+            return next((each for each in reports if each.reproduced), reports[-1]).to_json()
         if self.tool == "plan":
             self._check_recipes()
             return _plan(chosen[0].call, settings)
@@ -291,20 +292,13 @@ class Watcher:
     def _check_recipes(self) -> None:
         names = list(dict.fromkeys(self.recipes))
         if len(names) != 1:
-            called = (
-                f"calls jaxmp.load_recipe for {', '.join(names)}"
-                if names
-                else ("does not call jaxmp.load_recipe")
-            )
+            called = f"calls jaxmp.load_recipe for {', '.join(names)}"
+            called = called if names else "does not call jaxmp.load_recipe"
             raise AuditError(
                 f"the script {called}, and a plan replaces the one recipe that a script loads. Pass"
                 " a function that takes the recipe instead:\n    def make_step(recipe):\n"
                 "        return train_step, state, batch"
             )
-
-
-def _copied(leaf: object) -> object:
-    return jnp.copy(leaf) if isinstance(leaf, jax.Array) else leaf
 
 
 # ---------------------------------------------------------------------------
@@ -337,11 +331,3 @@ def _plan(call: _watch_jit.JitCall, settings: dict[str, Any]) -> list[Any]:
         row, seconds = program.measure(None)
         measured.append([_plain.to_plain(dataclasses.asdict(row)), seconds])
     return measured
-
-
-def _locate(calls: list[_watch_jit.JitCall]) -> str:
-    """Follows the last step, or the one before it, whose results the last one has received."""
-    if not calls:
-        raise AuditError("the script compiled no function that takes gradients.")
-    reports = [jaxmp.locate_nonfinite(*_positional(call)) for call in calls]
-    return next((report for report in reports if report.reproduced), reports[-1]).to_json()

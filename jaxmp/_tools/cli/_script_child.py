@@ -96,8 +96,14 @@ def run_child() -> None:
     sys.meta_path.insert(0, imports)
     imports.call()
     error = ""
+    sys.argv = arguments
     try:
-        _run(options["module"], arguments)
+        if options["module"]:
+            sys.path[0] = os.getcwd()
+            runpy.run_module(arguments[0], run_name="__main__", alter_sys=True)
+        else:
+            sys.path[0] = folder
+            runpy.run_path(arguments[0], run_name="__main__")
     except SystemExit as stop:
         if stop.code not in (None, 0):
             error = f"exited with status {stop.code}"
@@ -111,16 +117,6 @@ def run_child() -> None:
     if not watchers:
         sys.exit(f"{arguments[0]} {error or 'ended'}, and did not import JAX.")
     watchers[0].finish(error)
-
-
-def _run(is_module: bool, arguments: list[str]) -> None:
-    name = arguments[0]
-    if is_module:
-        sys.argv, sys.path[0] = arguments, os.getcwd()
-        runpy.run_module(name, run_name="__main__", alter_sys=True)
-    else:
-        sys.argv, sys.path[0] = arguments, os.path.dirname(os.path.abspath(name))
-        runpy.run_path(name, run_name="__main__")
 
 
 if __name__ == "__main__":

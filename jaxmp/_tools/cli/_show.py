@@ -10,11 +10,11 @@ import typer
 import jaxmp
 from jaxmp._policies import _op_table, _recipe
 from jaxmp._policies._policy import summarized
-from jaxmp._tools.cli._arguments import JsonOption, RecipeArgument
-from jaxmp._tools.cli._output import console, escape, make_table, write_json
+from jaxmp._tools.cli import _arguments
+from jaxmp._tools.cli._arguments import console, escape, make_table, write_json
 
 
-def show_recipes(json: JsonOption = None) -> None:
+def show_recipes(json: _arguments.JsonOption = None) -> None:
     """List the installed recipes."""
     table = make_table("recipe", "policy", "loss scale", "summary")
     rows: list[dict[str, str]] = []
@@ -32,13 +32,15 @@ def show_recipes(json: JsonOption = None) -> None:
 
 
 def show_recipe(
-    recipe: RecipeArgument,
-    ops: Annotated[
-        bool, typer.Option("--ops", help="Print the whole table of operations, with reasons.")
-    ] = False,
-    json: JsonOption = None,
+    recipe: str,
+    ops: Annotated[bool, typer.Option("--ops")] = False,
+    json: _arguments.JsonOption = None,
 ) -> None:
-    """Print all settings of a recipe as a recipe file, with the reasons of its rules."""
+    """Print all settings of a recipe as a recipe file, with the reasons of its rules.
+
+    Args:
+      ops: Print the whole table of operations, with reasons.
+    """
     loaded = _recipe.load_recipe(recipe)
     # The keys of a recipe file.
     settings = tomllib.loads(loaded.to_toml())
@@ -65,7 +67,7 @@ def _print_ops(ops: _op_table.OpTable) -> None:
         console().print(table)
 
 
-def show_doctor(json: JsonOption = None) -> None:
+def show_doctor(json: _arguments.JsonOption = None) -> None:
     """Describe this machine, the recipe that fits it, and what is wrong with its installation."""
     report = jaxmp.doctor()
     problems = [problem._asdict() for problem in report.problems]
@@ -78,20 +80,19 @@ def show_doctor(json: JsonOption = None) -> None:
 
 checkpoint = typer.Typer(help="Show and verify checkpoints.", no_args_is_help=True)
 
-_PathArgument = Annotated[
-    Path, typer.Argument(help="Directory of a run, or of one of its steps.", metavar="PATH")
-]
-_StepOption = Annotated[int | None, typer.Option(help="The step; by default the latest.")]
-
 
 @checkpoint.command("show")
 def show_checkpoint(
-    path: _PathArgument,
-    step: _StepOption = None,
-    leaves: Annotated[bool, typer.Option("--leaves", help="List every leaf.")] = False,
-    json: JsonOption = None,
+    path: _arguments.PathArgument,
+    step: int | None = None,
+    leaves: Annotated[bool, typer.Option("--leaves")] = False,
+    json: _arguments.JsonOption = None,
 ) -> None:
-    """Print the recipe, the master layout and the leaves of a checkpoint."""
+    """Print the recipe, the master layout and the leaves of a checkpoint.
+
+    Args:
+      leaves: List every leaf.
+    """
     checkpointer, step = open_run(path, step)
     info = checkpointer.describe(step)
     if write_json(json, dataclasses.asdict(info) | {"steps": checkpointer.all_steps()}):
@@ -106,7 +107,9 @@ def show_checkpoint(
 
 
 @checkpoint.command()
-def verify(path: _PathArgument, step: _StepOption = None, json: JsonOption = None) -> None:
+def verify(
+    path: _arguments.PathArgument, step: int | None = None, json: _arguments.JsonOption = None
+) -> None:
     """Read all files of a checkpoint and compare their checksums; exits with 2 if it is damaged."""
     checkpointer, step = open_run(path, step)
     info = checkpointer.verify(step)

@@ -1,7 +1,8 @@
-"""`jaxmp audit`, `memory`, `validate` and `locate`.
+"""`jaxmp audit`, `memory`, `validate`, `locate` and `plan`.
 
-Each command imports the tool that it runs, so that the others do not load it. Annotations are not
-strings here, because typer would evaluate each of them at every start.
+The `Args:` of a command's docstring are the help of its arguments. Each command imports the tool
+that it runs, so that the others do not load it. Annotations are not strings here, because typer
+would evaluate each of them at every start.
 """
 
 import contextlib
@@ -19,12 +20,15 @@ import typer
 import jaxmp
 from jaxmp._core import _compat, _targets
 from jaxmp._policies import _recipe
-from jaxmp._tools.cli import _arguments, _output, _show
+from jaxmp._tools.cli import _arguments, _show
 from jaxmp._tools.report import _progress, _views
 from jaxmp.errors import JaxmpError
 
 if TYPE_CHECKING:
-    from jaxmp.typing import NonfiniteReport
+    from jaxmp.typing import NonfiniteReport, PlanReport
+from typing import TYPE_CHECKING
+
+from jaxmp._core import _plain
 
 T = TypeVar("T")
 
@@ -52,7 +56,7 @@ def in_script(
             _targets.get_target(target)
     sentence, value = _script.run_script(tool, [script, *(arguments or [])], **options)
     if json != "-":
-        _output.console().print(_output.escape(sentence, "dim"), soft_wrap=True)
+        _arguments.console().print(_arguments.escape(sentence, "dim"), soft_wrap=True)
     return value
 
 
@@ -63,34 +67,27 @@ def in_script(
 
 def run_audit(
     function: _arguments.StepArgument = None,
-    recipe: Annotated[
-        str | None,
-        typer.Option(help="Recipe that the step should follow; the function receives it."),
-    ] = None,
+    recipe: str | None = None,
     json: _arguments.JsonOption = None,
-    target: _arguments.TargetOption = None,
+    target: str | None = None,
     script: _arguments.ScriptOption = None,
     name: _arguments.NameOption = None,
     max_seconds: _arguments.SecondsOption = 600.0,
-    fail_on: Annotated[
-        str,
-        typer.Option(help="Checks whose errors fail, separated by commas; any; or none."),
-    ] = "any",
-    baseline: Annotated[
-        str | None,
-        typer.Option(metavar="FILE", help="Earlier JSON result; fail if there are other errors."),
-    ] = None,
-    full: Annotated[
-        bool,
-        typer.Option("--full", help="Print warnings, modules, kernels and notes too."),
-    ] = False,
-    try_fixes: Annotated[
-        bool,
-        typer.Option("--try/--no-try", help="Trace the step with each fix before it is printed."),
-    ] = True,
+    fail_on: str = "any",
+    baseline: Annotated[str | None, typer.Option(metavar="FILE")] = None,
+    full: Annotated[bool, typer.Option("--full")] = False,
+    try_fixes: Annotated[bool, typer.Option("--try/--no-try")] = True,
     html: _arguments.HtmlOption = None,
 ) -> None:
-    """Print the dtypes in which a training step computes, and what is wrong with them."""
+    """Print the dtypes in which a training step computes, and what is wrong with them.
+
+    Args:
+      recipe: Recipe that the step should follow; the function receives it.
+      fail_on: Checks whose errors fail, separated by commas; any; or none.
+      baseline: Earlier JSON result; fail if there are other errors.
+      full: Print warnings, modules, kernels and notes too.
+      try_fixes: Trace the step with each fix before it is printed.
+    """
     from jaxmp._tools.audit import _audit, _report
 
     wanted = [check for check in _arguments.split_items(fail_on) if check != "none"]
@@ -108,7 +105,7 @@ def run_audit(
         options = {"recipe": recipe, "target": target, "try_fixes": try_fixes}
         options |= {"function": name, "max_seconds": max_seconds}
         report = cls.from_json(in_script("audit", script, function, json, **options))
-    _output.write_report(report, json, html, full=full)
+    _arguments.write_report(report, json, html, full=full)
     if fail_on == "any" and baseline is None:
         raise typer.Exit(0 if report.ok else 1)  # the printed report lists the errors
     report.check(checks, baseline=before)
@@ -151,16 +148,9 @@ def _busy(description: str) -> Iterator[None]:
 
 def run_memory(
     function: _arguments.StepArgument = None,
-    recipe: Annotated[str | None, typer.Option(help="Recipe; the function receives it.")] = None,
-    target: _arguments.TargetOption = None,
-    exact: Annotated[
-        bool | None,
-        typer.Option(
-            "--exact/--estimate",
-            help="Compile for the target, or estimate. By default, compile for GPUs if XLA's"
-            " compiler is installed.",
-        ),
-    ] = None,
+    recipe: str | None = None,
+    target: str | None = None,
+    exact: Annotated[bool | None, typer.Option("--exact/--estimate")] = None,
     share: _arguments.ShareOption = None,
     script: _arguments.ScriptOption = None,
     name: _arguments.NameOption = None,
@@ -172,6 +162,11 @@ def run_memory(
 
     The exit status is 1 if it does not fit, and 0 if it may. Of several steps of a script, and of
     the phases of a recipe, the largest counts.
+
+    Args:
+      recipe: Recipe; the function receives it.
+      exact: Compile for the target, or estimate. By default, compile for GPUs if XLA's compiler is
+        installed.
     """
     del share  # its callback sets the environment variable
     settings: dict[str, Any] = {"target": target, "exact": exact}
@@ -187,14 +182,10 @@ def run_memory(
     else:
         make = _arguments.only_function("memory", function, name)
         loaded = None if recipe is None else _recipe.load_recipe(recipe)
-        estimate = max(
-            (
-                _run_tool("memory", jaxmp.estimate_memory, make, phase, settings)
-                for phase in ([None] if loaded is None else loaded.split_phases())
-            ),
-            key=lambda estimate: estimate.total,
-        )
-    _output.write_report(estimate, json, html)
+        run = lambda phase: _run_tool("memory", jaxmp.estimate_memory, make, phase, settings)
+        phases = [None] if loaded is None else loaded.split_phases()
+        estimate = max(map(run, phases), key=lambda estimate: estimate.total)
+    _arguments.write_report(estimate, json, html)
     raise typer.Exit(int(estimate.fits is False))
 
 
@@ -206,42 +197,17 @@ _VALIDATE = "jaxmp validate run.py:make_run --recipes bf16,fp16 --steps 500"
 
 
 def run_validate(
-    function: Annotated[
-        str,
-        typer.Argument(
-            metavar="FUNCTION",
-            help=f"{_arguments.FUNCTION_HELP} It takes a recipe and a seed, and returns a"
-            " jaxmp.TrainingRun.",
-        ),
-    ],
-    recipes: Annotated[
-        str, typer.Option(help="Recipes to compare, separated by commas.")
-    ] = "bf16,fp16,fp8",
-    reference_recipe: Annotated[str, typer.Option(help="Recipe to compare with.")] = "fp32",
-    seeds: Annotated[int, typer.Option(help="Number of seeds.")] = 3,
-    steps: Annotated[int, typer.Option(help="Training steps of each run.")] = 200,
-    budget: Annotated[
-        float | None,
-        typer.Option(help="Largest relative increase of the loss, such as 0.005."),
-    ] = None,
-    metrics: Annotated[
-        str, typer.Option(help="Directions of metrics, such as reward=max,loss=min.")
-    ] = "",
-    baseline: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE",
-            help="Earlier JSON result; fail if loss or gradient error are worse.",
-        ),
-    ] = None,
+    function: Annotated[str, typer.Argument(metavar="FUNCTION")],
+    recipes: str = "bf16,fp16,fp8",
+    reference_recipe: str = "fp32",
+    seeds: int = 3,
+    steps: int = 200,
+    budget: float | None = None,
+    metrics: str = "",
+    baseline: Annotated[Path | None, typer.Option(metavar="FILE")] = None,
     json: _arguments.JsonOption = None,
-    resume: Annotated[
-        bool,
-        typer.Option(
-            "--resume", help="Go on with the runs in the file of --json, which Ctrl-C has left."
-        ),
-    ] = False,
-    full: Annotated[bool, typer.Option("--full", help="Print every module and seed.")] = False,
+    resume: Annotated[bool, typer.Option("--resume")] = False,
+    full: Annotated[bool, typer.Option("--full")] = False,
     html: _arguments.HtmlOption = None,
 ) -> None:
     """Train candidate precisions and the reference, and print which are good enough.
@@ -249,6 +215,19 @@ def run_validate(
     Exits with 1 if a candidate fails or a figure is worse than in the baseline, otherwise with 3 if
     a candidate differs: it is better than the reference by more than its budget, or computes
     another loss. Inconclusive candidates exit with 0.
+
+    Args:
+      function: package.module:function, or file.py:function. It takes a recipe and a seed, and
+        returns a jaxmp.TrainingRun.
+      recipes: Recipes to compare, separated by commas.
+      reference_recipe: Recipe to compare with.
+      seeds: Number of seeds.
+      steps: Training steps of each run.
+      budget: Largest relative increase of the loss, such as 0.005.
+      metrics: Directions of metrics, such as reward=max,loss=min.
+      baseline: Earlier JSON result; fail if loss or gradient error are worse.
+      resume: Go on with the runs in the file of --json, which Ctrl-C has left.
+      full: Print every module and seed.
     """
     from jaxmp._tools.validate._report import DIFFERS, FAIL, find_regressions
 
@@ -276,11 +255,11 @@ def run_validate(
     try:
         report = _arguments.call(f"validating {function}", validate)
     except _views.Interrupted as stop:
-        _output.write_report(stop.report, json, html, full=full)
+        _arguments.write_report(stop.report, json, html, full=full)
         advice = "Run the same command with" if json else "Next time, add --json FILE, and then"
         print(f"Interrupted: {advice} --resume to go on.", file=sys.stderr)
         raise typer.Exit(130) from None
-    _output.write_report(report, json, html, full=full)
+    _arguments.write_report(report, json, html, full=full)
     verdicts = {candidate.verdict for candidate in report.candidates}
     if before is None or not find_regressions(report, before):
         # The printed report begins with the verdicts.
@@ -294,25 +273,10 @@ def run_validate(
 
 
 def run_locate(
-    function: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="FUNCTION | ARGUMENTS...",
-            help=f"{_arguments.FUNCTION_HELP} It takes the description of the checkpoint, or"
-            " nothing, and returns the step and its arguments: a state, and a batch or an iterator"
-            " of batches. With --script: the arguments of the script.",
-        ),
-    ] = None,
-    checkpoint: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="DIR",
-            help="Checkpoint of the state, or of a tuple of the first arguments, such as a model"
-            " and its optimizer, that are restored.",
-        ),
-    ] = None,
-    step: Annotated[int | None, typer.Option(help="Its step; by default the latest.")] = None,
-    batches: Annotated[int, typer.Option(min=1, help="Largest number of batches.")] = 1000,
+    function: _arguments.StepArgument = None,
+    checkpoint: Annotated[Path | None, typer.Option(metavar="DIR")] = None,
+    step: int | None = None,
+    batches: Annotated[int, typer.Option(min=1)] = 1000,
     script: _arguments.ScriptOption = None,
     name: _arguments.NameOption = None,
     max_seconds: _arguments.SecondsOption = 600.0,
@@ -323,6 +287,15 @@ def run_locate(
 
     A script runs until the arguments of a step are not finite or a step was skipped. Exits with 1
     if there is such a value, and with 0 if the step is finite.
+
+    Args:
+      function: package.module:function, or file.py:function. It takes the description of the
+        checkpoint, or nothing, and returns the step and its arguments: a state, and a batch or an
+        iterator of batches. With --script: the arguments of the script.
+      checkpoint: Checkpoint of the state, or of a tuple of the first arguments, such as a model and
+        its optimizer, that are restored.
+      step: Its step; by default the latest.
+      batches: Largest number of batches.
     """
     if step is not None and checkpoint is None:
         raise JaxmpError("--step requires --checkpoint DIR, such as --checkpoint checkpoints.")
@@ -337,7 +310,7 @@ def run_locate(
     else:
         make = _arguments.only_function("locate", function, name)
         report = _located(make, checkpoint, step, batches)
-    _output.write_report(report, json, html)
+    _arguments.write_report(report, json, html)
     raise typer.Exit(int(report.reproduced))
 
 
@@ -402,3 +375,110 @@ def _failing(step: Callable[..., Any], state: Any, batches: Iterator[Any]) -> tu
             return state, [batch]
         state = results[0] if type(results) in (tuple, list) else results
         batch = following
+
+
+# ---------------------------------------------------------------------------
+# Plan
+# ---------------------------------------------------------------------------
+
+
+_PLAN = "jaxmp plan run.py:make_step --recipes bf16,fp8 --targets a100,h100"
+
+
+def run_plan(
+    targets: Annotated[str, typer.Option()],
+    function: _arguments.StepArgument = None,
+    recipes: str = "bf16,fp8",
+    batches: str | None = None,
+    remat: str | None = None,
+    price: str = "",
+    rate: str = "",
+    hosts: int | None = None,
+    link: str = "",
+    share: _arguments.ShareOption = None,
+    cache: Annotated[str, typer.Option(metavar="FOLDER")] = "~/.cache/jaxmp",
+    script: _arguments.ScriptOption = None,
+    name: _arguments.NameOption = None,
+    max_seconds: _arguments.SecondsOption = 600.0,
+    json: _arguments.JsonOption = None,
+    html: _arguments.HtmlOption = None,
+) -> None:
+    """Compile a training step for recipes and chips, and recommend a recipe for each chip.
+
+    The exit status is 1 if no program fits one of the chips. A script runs once for each recipe,
+    which replaces the one that the script loads with jaxmp.load_recipe.
+
+    Args:
+      targets: Chips, or TOML files that describe them, separated by commas; they do not have to be
+        present.
+      recipes: Recipes, separated by commas.
+      batches: Batch sizes, separated by commas, or "largest" for the one that fits. The function
+        takes batch_size.
+      remat: Values of the argument remat, such as false,true.
+      price: Prices of a device for an hour, such as h100=2.10,a100=1.2; adds the cost of a billion
+        tokens.
+      rate: Measured tokens per second of all devices, such as h100/bf16=39000, for the cost.
+      hosts: Hosts of the devices; by default as few as the links of a chip allow.
+      link: Bytes per second of each device in both directions, within and between hosts, such as
+        within=900e9,between=100e9, instead of those of the data sheet.
+      cache: Folder for compiled programs; empty for none.
+    """
+    del share  # its callback sets the environment variable
+    options: dict[str, Any] = {
+        "recipes": _arguments.split_items(recipes),
+        "targets": _arguments.split_items(targets),
+    }
+    options |= {
+        "prices": _arguments.split_numbers(price, "--price"),
+        "rates": _arguments.split_numbers(rate, "--rate"),
+    }
+    options |= {"hosts": hosts, "links": _arguments.split_numbers(link, "--link", "between=100e9")}
+    lists = {"batches": _arguments.split_values(batches), "remat": _arguments.split_values(remat)}
+    if script is not None and lists != {"batches": None, "remat": None}:
+        raise JaxmpError(f"--batches and --remat require a function:\n    {_PLAN}")
+    is_stopped = False
+    try:
+        if script is None:
+            path = _arguments.only_function("plan", function, name)
+            make = _arguments.load_function(path, _PLAN, "train_step, state, batch", "recipe")
+            options |= {**lists, "cache": cache or None}
+            report = _arguments.call(f"planning {path}", lambda: jaxmp.plan(make, **options))
+        else:
+            more = {"function": name, "max_seconds": max_seconds, "cache": cache or None}
+            report = _plan_script([script, *(function or [])], json, options, more)
+    except _views.Interrupted as stop:
+        is_stopped, report = True, stop.report
+        text = "Interrupted: the programs that are compiled are in the cache."
+        print(text, "Run the same command to go on.", file=sys.stderr)
+    assert isinstance(report, jaxmp.typing.PlanReport)
+    _arguments.write_report(report, json, html)
+    is_good = all(choice.recipe for choice in report.choices)
+    raise typer.Exit(130 if is_stopped else int(not is_good))
+
+
+def _plan_script(
+    command: list[str], json: str | None, options: dict[str, Any], more: dict[str, Any]
+) -> "PlanReport":
+    """Runs a script once for each recipe, and returns the plan of its step."""
+    from jaxmp._tools.plan import MeasuredRow, PlanRow, check_plan, make_plan
+
+    recipes, chips = check_plan(lambda recipe: recipe, **options)
+    if whole := next((recipe.whole for recipe in recipes if recipe.whole), None):
+        raise JaxmpError(
+            f"The recipe {whole.name!r} has phases, and a script runs its first one. Pass a "
+            f"function, which receives each phase:\n    {_PLAN}"
+        )
+    more |= {name: options[name] for name in ("targets", "hosts", "links")}
+    measured: dict[str, list[MeasuredRow]] = {}
+    ended = (command[0], measured, options["prices"], options["rates"])
+    try:
+        for recipe in options["recipes"]:
+            values = in_script("plan", command[0], command[1:], json, recipe=recipe, **more)
+            for chip, (row, seconds) in zip(chips, values, strict=True):
+                made = MeasuredRow(_plain.from_plain(PlanRow, row), seconds)
+                measured.setdefault(chip.name, []).append(made)
+    except KeyboardInterrupt:
+        if not measured:
+            raise
+        raise _views.Interrupted(make_plan(*ended)) from None
+    return make_plan(*ended)

@@ -8,5 +8,5 @@ Read the modules in this order:
 4. `_causes` names the cause, and `_tools.fixes` writes the fix as code and tries it.
 """
 
+from jaxmp._tools.nonfinite._locate import NonfiniteReport as NonfiniteReport
 from jaxmp._tools.nonfinite._locate import locate_nonfinite as locate_nonfinite
-from jaxmp._tools.nonfinite._report import NonfiniteReport as NonfiniteReport

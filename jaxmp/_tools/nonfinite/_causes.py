@@ -6,7 +6,7 @@ import ast
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -25,19 +25,8 @@ _EXPONENTIALS = frozenset({"exp", "exp2", "expm1", "sinh", "cosh"})
 _ROOTS = frozenset({"sqrt", "rsqrt", "pow", "cbrt"})
 _IN_ONE = "Compute these steps in one function, which is finite"
 # `scale_by_*` of optax -> the optimizer with its epsilon as an argument.
-_OPTIMIZERS = {
-    "adam": "adam",
-    "amsgrad": "amsgrad",
-    "adamax": "adamax",
-    "belief": "adabelief",
-    "rms": "rmsprop",
-    "stddev": "rmsprop",
-    "rss": "adagrad",
-    "adan": "adan",
-    "novograd": "novograd",
-    "yogi": "yogi",
-    "radam": "radam",
-}
+_OPTIMIZERS = {"belief": "adabelief", "rms": "rmsprop", "stddev": "rmsprop", "rss": "adagrad"}
+_OPTIMIZERS |= {n: n for n in ("adam", "amsgrad", "adamax", "adan", "novograd", "yogi", "radam")}
 
 
 class NonfiniteCause(NamedTuple):
@@ -115,10 +104,15 @@ class NonfiniteEvidence:
         region, _, number = operation or self.op
         return _occurrence(region, number, self.findings).expression
 
+    @property
+    def frames(self) -> Sequence[Any]:
+        """The frames in which the operation was made, innermost first."""
+        traceback = self.op.equation.source_info.traceback
+        return () if traceback is None else traceback.frames
+
     def is_in(self, package: str) -> bool:
         """Returns True if a package, and not the user's own code, makes the operation."""
-        traceback = self.op.equation.source_info.traceback
-        files = [frame.file_name for frame in traceback.frames] if traceback is not None else []
+        files = [frame.file_name for frame in self.frames]
         outside = (file for file in files if "/jax/" not in file and "/jaxmp/" not in file)
         return f"/{package}/" in next(outside, "")
 
@@ -292,7 +286,9 @@ def _quotient(e: NonfiniteEvidence) -> NonfiniteCause | None:
             "The optimizer divides by the root of a second moment that is zero, and its epsilon is "
             "zero in this dtype."
         )
-        name = _optimizer_of(e.op)
+        names = (each.function_name.partition(".")[0] for each in e.frames)
+        scales = (name.removeprefix("scale_by_") for name in names)
+        name = next((_OPTIMIZERS[name] for name in scales if name in _OPTIMIZERS), "adam")
         fix = f"Set an epsilon that is a normal number of {row.dtype}:\n"
         fix += f"    tx = optax.{name}(learning_rate, eps={max(1e-8, least):g})"
         return NonfiniteCause("optimizer_epsilon", message, fix)
@@ -305,14 +301,6 @@ def _quotient(e: NonfiniteEvidence) -> NonfiniteCause | None:
         )
         return NonfiniteCause("division_by_zero", message, fix)
     return e.cause("division_by_zero", message, "Replace such denominators", code)
-
-
-def _optimizer_of(op: Operation) -> str:
-    """Returns the optimizer of optax that contains an operation, such as "adam"."""
-    traceback = op.equation.source_info.traceback
-    names = [frame.function_name for frame in traceback.frames] if traceback is not None else []
-    scales = (name.partition(".")[0].removeprefix("scale_by_") for name in names)
-    return next((_OPTIMIZERS[name] for name in scales if name in _OPTIMIZERS), "adam")
 
 
 def _exponential(e: NonfiniteEvidence) -> NonfiniteCause | None:

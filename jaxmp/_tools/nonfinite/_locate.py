@@ -1,4 +1,4 @@
-"""Locates the first value of a training step that is not finite."""
+"""Locates the first value of a training step that is not finite, and reports it."""
 
 from __future__ import annotations
 
@@ -6,18 +6,142 @@ import dataclasses
 import linecache
 import math
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 from jaxmp._programs import _jaxprs, _locations
 from jaxmp._tools.audit import _trace
 from jaxmp._tools.fixes import _source, _trial
-from jaxmp._tools.nonfinite import _causes, _measure, _record, _report
+from jaxmp._tools.nonfinite import _causes, _measure, _record
+from jaxmp._tools.nonfinite._measure import ArgumentRow, ArrayRow
+from jaxmp._tools.nonfinite._record import Region
 from jaxmp._tools.nonfinite._walk import Argument, Operation, Variable, Walk
+from jaxmp._tools.report._section import Fix, Located, Section, fix_parts, share_text
+from jaxmp._tools.report._views import Report
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class NonfiniteReport(Report, Located):
+    """Origin of values of a training step that are not finite. Frozen; contains plain data.
+
+    Args:
+      reproduced: True if the step has results that are not finite for these arguments, or if
+        all its gradients are zero and a value in the loss is not finite.
+      reason: why the step was not reproduced; "" if it was.
+      cause: id of the cause, such as "division_by_zero"; `docs/debugging.md` lists them. "" if no
+        measurement shows a cause.
+      message: the measurement that shows the cause, in one or two sentences.
+      fix: the remedy: a sentence, and its code in lines that are indented by four spaces.
+      expression: the expression of the source line that this code replaces; "" for other code.
+      trial: "works" if the step was run with this code and is finite there, "not tried" if that was
+        not possible; "" without code.
+      module: the module path; "" for the root and for code outside of modules.
+      primitive: the operation, as a jaxpr prints it; "" for an argument.
+      phase: "forward", "backward" or "recompute" (a forward operation that the backward pass runs
+        again); "" for an argument.
+      file: path of the user's source file; "" if it is not known.
+      line: line number in `file`; 0 if it is not known.
+      text: text of this line, without indentation.
+      iteration: iteration of each enclosing loop, outermost first; () outside of loops.
+      device: number of the device in the mesh of a `shard_map`; None outside of one.
+      index: index of the first element that is not finite, of the result or the argument.
+      argument: the argument that was not finite before the step, as code; "" if an operation
+        made the values.
+      loss_scale: the loss scale with which the step was reproduced; None without one.
+      operands: the operands of the operation.
+      results: its results.
+      in_fp32: its results, computed from the same operands in FP32; empty for kernels.
+      arguments: all arguments that are not finite.
+
+    Example:
+      >>> report = locate_nonfinite(jax.grad(lambda x: jnp.sqrt(x).sum()), jnp.array([4.0, 0.0]))
+      >>> report.cause, report.phase
+      ('root_of_zero', 'backward')
+    """
+
+    _subject = "diagnosis"
+    _title = "First value that is not finite"
+    _command = "jaxmp locate run.py:make_step --json diagnosis.json"
+    _schema: ClassVar = {"schema": "jaxmp.nonfinite", "schema_version": 1}
+
+    reproduced: bool
+    reason: str = ""
+    cause: str = ""
+    message: str = ""
+    fix: str = ""
+    expression: str = ""
+    trial: str = ""
+    module: str = ""
+    primitive: str = ""
+    phase: str = ""
+    file: str = ""
+    line: int = 0
+    text: str = ""
+    iteration: tuple[int, ...] = ()
+    device: int | None = None
+    index: tuple[int, ...] = ()
+    argument: str = ""
+    loss_scale: float | None = None
+    operands: tuple[ArrayRow, ...] = ()
+    results: tuple[ArrayRow, ...] = ()
+    in_fp32: tuple[ArrayRow, ...] = ()
+    arguments: tuple[ArgumentRow, ...] = ()
+
+    def _sections(self, full: bool) -> list[Section]:
+        others = tuple((row.name, row.role, str(list(row.index))) for row in self.arguments)
+        columns = "argument that is not finite", "role", "first index"
+        if not self.reproduced:
+            return [Section("Not reproduced", self.reason, columns, others)]
+        title = "Fix" + f" ({_trial.NOT_TRIED})" * (self.trial == _trial.NOT_TRIED)
+        fixes = (Fix(title, fix_parts(self.fix)),) if self.fix else ()
+        cause = self.cause.replace("_", " ") or "cause not known"
+        sections = [
+            Section(f"Not finite: {self.argument or self._where()}", self.text, mood="bad"),
+            Section(cause.capitalize(), self.message, fixes=fixes),
+        ]
+        if self.operands:
+            sections.insert(1, Section("Operands", "", _COLUMNS, self._array_rows()))
+        if full and others:
+            sections.append(Section("Arguments", "", columns, others))
+        return sections
+
+    def _where(self) -> str:
+        made = f"{self.primitive} in the {self.phase} pass"
+        parts = [
+            made if self.primitive else "not a recorded operation",
+            f"module {self.module}" if self.module else "",
+            self.location,
+            *(f"iteration {n}" for n in self.iteration),
+            "" if self.device is None else f"device {self.device}",
+            f"index {list(self.index)}" if self.index else "",
+            "" if self.loss_scale is None else f"loss scale {self.loss_scale:.9g}",
+        ]
+        return ", ".join(filter(None, parts))
+
+    def _array_rows(self) -> tuple[tuple[str, ...], ...]:
+        named = [(str(n), row) for n, row in enumerate(self.operands)]
+        named += [("result", row) for row in self.results]
+        named += [("in FP32", row) for row in self.in_fp32]
+        return tuple((name, *_cells(row)) for name, row in named)
+
+
+_COLUMNS = ("", "type", "finite range", "zero", "subnormal", "large", "nan/inf")
+
+
+def _cells(row: ArrayRow) -> tuple[str, ...]:
+    kind = f"{row.dtype}[{','.join(map(str, row.shape))}]"
+    limits = "" if math.isnan(row.low) else f"{row.low:.4g} to {row.high:.4g}"
+    shares = row.zero, row.subnormal, row.near_largest, row.nonfinite
+    return kind, limits, *map(share_text, shares)
+
+
+# ---------------------------------------------------------------------------
+# Search
+# ---------------------------------------------------------------------------
 
 
 def locate_nonfinite(
     step: Callable[..., Any], *args: Any, try_fixes: bool = True, **kwargs: Any
-) -> _report.NonfiniteReport:
+) -> NonfiniteReport:
     """Runs a training step again, and reports the first value that is not finite, and its cause.
 
     The step is traced as it is: jitted, with Linen or NNX, in a `shard_map` or on sharded arrays,
@@ -61,7 +185,7 @@ def locate_nonfinite(
     traced = _trace.trace(step, args, kwargs)
     reason = _measure.unusable(traced)
     if reason:
-        return _report.NonfiniteReport(reproduced=False, reason=reason)
+        return NonfiniteReport(reproduced=False, reason=reason)
     search = _Search(traced)
     report = search.report()
     fix, edits = _trial.unified(report.fix, report.file, report.line, search.edits)
@@ -93,7 +217,7 @@ class _Search:
         # The expressions that the fix replaces.
         self.edits: tuple[_source.Edit, ...] = ()
 
-    def report(self) -> _report.NonfiniteReport:
+    def report(self) -> NonfiniteReport:
         arrays, scale = self.traced.arrays, self.scale
         value = None if scale is None else scale.value
         bad = _measure.bad_arguments(self.traced)
@@ -103,27 +227,24 @@ class _Search:
             scale = dataclasses.replace(scale, value=value)
             arrays = _measure.with_scale(arrays, scale.number, value)
             walk, roots = self._walk(arrays)
-        report = _report.NonfiniteReport(
-            reproduced=bool(roots), loss_scale=value, arguments=tuple(bad.values())
-        )
+        fields: dict[str, Any] = {"loss_scale": value, "arguments": tuple(bad.values())}
         origin = walk.origin(roots, _unused_results(walk))
         if not roots:
             is_zero = walk.recorded.are_gradients_zero()
             origin = walk.origin(_values_of_loss(walk), []) if is_zero else None
             reason = _reason(self.scale) + (_ZERO if is_zero else "")
             if origin is None or isinstance(origin.source, Argument):
-                return dataclasses.replace(report, reason=reason)
-            report = dataclasses.replace(report, reproduced=True)
+                return NonfiniteReport(reproduced=False, reason=reason, **fields)
         if origin is None:
             message = (
                 "No recorded operation made the values: they come from a constant, or from a while "
                 "loop after its first 255 iterations."
             )
-            return dataclasses.replace(report, message=message)
+            return NonfiniteReport(reproduced=True, message=message, **fields)
         if isinstance(origin.source, Argument):
             row = bad[origin.source.number]
             cause = _causes.cause_of_argument(row)
-            report = dataclasses.replace(report, argument=row.name, index=row.index)
+            fields |= {"argument": row.name, "index": row.index}
         else:
             source, shown = origin.source, origin.operation
             made, measured = _measure.measure(self.traced.closed, arrays, [source, shown])
@@ -136,14 +257,15 @@ class _Search:
             )
             cause = _causes.cause_of(evidence)
             self.edits = cause.edits
-            report = dataclasses.replace(
-                report, **_location(cause.operation or shown, shown, names)
-            )
-            index = next((row.index for row in measured.results if row.nonfinite), ())
-            report = dataclasses.replace(report, index=index, **vars(measured))
-        message = cause.message if roots else f"{_HIDDEN} {cause.message}"
-        return dataclasses.replace(
-            report, cause=cause.id, message=message, fix=cause.fix, expression=cause.expression
+            fields |= _location(cause.operation or shown, shown, names) | vars(measured)
+            fields["index"] = next((row.index for row in measured.results if row.nonfinite), ())
+        return NonfiniteReport(
+            reproduced=True,
+            cause=cause.id,
+            message=cause.message if roots else f"{_HIDDEN} {cause.message}",
+            fix=cause.fix,
+            expression=cause.expression,
+            **fields,
         )
 
     def places(self) -> Iterator[tuple[str, int]]:
@@ -220,26 +342,19 @@ def _reason(scale: _measure.ScaleArgument | None) -> str:
 
 def _roots(walk: Walk) -> list[Variable]:
     """Returns the results that are not finite, and gradients whose finiteness the step checks."""
-    root = walk.recorded.root
+    root, has_gradient = walk.recorded.root, walk.recorded.has_gradient
     results = [Variable(root, (), var) for var in root.body.outvars if not _jaxprs.is_literal(var)]
-    for region, equation, location in walk.recorded.equations():
+
+    def checked(region: Region, equation: Any, location: _locations.Location) -> list[Any]:
         is_check = equation.primitive.name == "is_finite" and not location.differentiated
-        if is_check and walk.recorded.has_gradient:
-            var = equation.invars[0]
-            results += [Variable(region, at, var) for at in walk.recorded.positions(region)]
-    return [result for result in results if walk.code(result)]
+        return equation.invars[:1] if is_check and has_gradient else []
+
+    return [*filter(walk.code, results), *_broken(walk, checked)]
 
 
 def _values_of_loss(walk: Walk) -> list[Variable]:
     """Returns the values inside of differentiated functions that are not finite."""
-    values = [
-        Variable(region, at, var)
-        for region, equation, location in walk.recorded.equations()
-        if location.differentiated
-        for at in walk.recorded.positions(region)
-        for var in equation.outvars
-    ]
-    return [value for value in values if walk.code(value)]
+    return _broken(walk, lambda _, equation, at: equation.outvars if at.differentiated else [])
 
 
 def _unused_results(walk: Walk) -> list[Variable]:
@@ -247,10 +362,24 @@ def _unused_results(walk: Walk) -> list[Variable]:
 
     A loss that a step does not return is such a value.
     """
-    unused = []
-    for region, equation, location in walk.recorded.equations():
-        if location.phase == _jaxprs.FORWARD and location.differentiated:
-            free = [var for var in equation.outvars if var not in region.index.consumers]
-            for at in walk.recorded.positions(region) if free else ():
-                unused += [Variable(region, at, var) for var in free]
-    return [variable for variable in unused if walk.code(variable)]
+
+    def unused(region: Region, equation: Any, location: _locations.Location) -> list[Any]:
+        is_forward = location.phase == _jaxprs.FORWARD and location.differentiated
+        return [v for v in equation.outvars if is_forward and v not in region.index.consumers]
+
+    return _broken(walk, unused)
+
+
+def _broken(walk: Walk, choose: Callable[..., list[Any]]) -> list[Variable]:
+    """Returns the values that are not finite, of the variables that a function chooses.
+
+    Args:
+      walk: the walk.
+      choose: (region, equation, location) -> variables.
+    """
+    values = []
+    for region, *equation in walk.recorded.equations():
+        chosen = choose(region, *equation)
+        for at in walk.recorded.positions(region) if chosen else ():
+            values += [Variable(region, at, var) for var in chosen]
+    return list(filter(walk.code, values))

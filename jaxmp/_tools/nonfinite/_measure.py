@@ -193,10 +193,9 @@ class _Operands(_record.Recorder):
             # Random keys and other extended dtypes have no elements.
             groups = [operands, results, _bind.bind_in_fp32(equation, operands)]
             groups = [[x for x in group if _is_number(x)] for group in groups]
-            position = _first(groups[1][0])
-            shape = np.shape(groups[1][0])
             self.types[target] = [[(str(x.dtype), np.shape(x)) for x in each] for each in groups]
-            rows = [[_elements(x, shape, position) for x in group] for group in groups]
+            position = _first(groups[1][0])
+            rows = [[_elements(x, groups[1][0], position) for x in each] for each in groups]
             self.side[target] = _interpreter.vary_as_here(rows)
         return results
 
@@ -221,16 +220,12 @@ def measure(closed: Any, arrays: list[Any], operations: list[_walk.Operation]) -
 
 def _rows(types: list[Any], group: list[Any]) -> tuple[ArrayRow, ...]:
     rows = []
-    for (dtype, shape), (numbers, first, has_value) in zip(types, group, strict=True):
-        low, high, *shares, value = map(float, numbers)
-        low, high = (low, high) if low <= high else (np.nan, np.nan)
-        index = tuple(map(int, np.unravel_index(int(first), shape))) if shares[-1] else ()
-        fields = zip(("zero", "subnormal", "near_largest", "nonfinite"), shares, strict=True)
-        known = value if has_value else None
-        row = ArrayRow(
-            dtype=dtype, shape=shape, low=low, high=high, index=index, value=known, **dict(fields)
-        )
-        rows.append(row)
+    for (dtype, shape), (first, scalars) in zip(types, group, strict=True):
+        numbers = {name: float(x) for name, x in scalars.items()}
+        if numbers["low"] > numbers["high"]:
+            numbers |= {"low": np.nan, "high": np.nan}
+        index = np.unravel_index(int(first), shape) if numbers["nonfinite"] else ()
+        rows.append(ArrayRow(dtype=dtype, shape=shape, index=tuple(map(int, index)), **numbers))
     return tuple(rows)
 
 
@@ -247,16 +242,14 @@ def _first(x: Array) -> Array:
     return lax.argmax(lax.bitwise_not(lax.is_finite(_flat(x))), 0, jnp.int32)
 
 
-def _elements(x: Array, shape: tuple[int, ...], position: Array) -> tuple[Array, Array, Array]:
-    """Returns range, shares and an element of an array, its first index, and a flag.
+def _elements(x: Array, result: Array, position: Array) -> tuple[Array, dict[str, Array]]:
+    """Returns the first index at which an array is not finite, and fields of its `ArrayRow`.
 
     Args:
       x: the array.
-      shape: shape of the result.
-      position: index of the element among those of an array of this shape.
-
-    Returns:
-      The flag is True if the array has the shape, or is a scalar, so that the element is known.
+      result: the result of the operation.
+      position: index of the element that is returned, among those of the result. It is known if
+        the array has the shape of the result, or is a scalar.
     """
     flat = _flat(x)
     finite = lax.is_finite(flat)
@@ -268,20 +261,20 @@ def _elements(x: Array, shape: tuple[int, ...], position: Array) -> tuple[Array,
     bits = lax.bitwise_and(bits, lax.full_like(bits, 0x7FFFFFFF))
     of = lambda value: lax.full_like(bits, np.float32(value).view(np.int32))
     full = lambda value: lax.full_like(flat, value)
-    low = lax.reduce_min(lax.select(finite, flat, full(np.inf)), (0,))
-    high = lax.reduce_max(lax.select(finite, flat, full(-np.inf)), (0,))
-    is_zero = lax.eq(bits, of(0))
-    is_small = lax.bitwise_and(lax.bitwise_not(is_zero), lax.lt(bits, of(float(info.tiny))))
-    is_large = lax.bitwise_and(finite, lax.gt(bits, of(float(info.max) / 2)))
-    flags = is_zero, is_small, is_large, lax.bitwise_not(finite)
     count = jnp.float32(max(flat.size, 1))
-    shares = [
-        lax.div(lax.reduce_sum(lax.convert_element_type(f, FLOAT32), (0,)), count) for f in flags
-    ]
-    has_value = x.size > 0 and np.shape(x) in (shape, ())
-    value = jnp.float32(0)
-    if has_value:
-        at = position if np.shape(x) == shape else 0
-        value = lax.dynamic_index_in_dim(flat, at, 0, keepdims=False)
-    numbers = [lax.reshape(v, (1,)) for v in _interpreter.vary_as_here([low, high, *shares, value])]
-    return lax.concatenate(numbers, 0), _first(x), jnp.array(has_value)
+    total = lambda flags: lax.reduce_sum(lax.convert_element_type(flags, FLOAT32), (0,))
+    share = lambda flags: lax.div(total(flags), count)
+    is_zero, is_large = lax.eq(bits, of(0)), lax.gt(bits, of(float(info.max) / 2))
+    is_small = lax.bitwise_and(lax.bitwise_not(is_zero), lax.lt(bits, of(float(info.tiny))))
+    fields = {
+        "low": lax.reduce_min(lax.select(finite, flat, full(np.inf)), (0,)),
+        "high": lax.reduce_max(lax.select(finite, flat, full(-np.inf)), (0,)),
+        "zero": share(is_zero),
+        "subnormal": share(is_small),
+        "near_largest": share(lax.bitwise_and(finite, is_large)),
+        "nonfinite": share(lax.bitwise_not(finite)),
+    }
+    if x.size and np.shape(x) in (np.shape(result), ()):
+        at = position if np.shape(x) == np.shape(result) else 0
+        fields["value"] = lax.dynamic_index_in_dim(flat, at, 0, keepdims=False)
+    return _first(x), fields

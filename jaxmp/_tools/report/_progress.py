@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import importlib.util
 import sys
 from collections.abc import Callable, Iterator
-from typing import Any
 
 # Called with the name of a run or program before it starts, and after each step.
 OnRun = Callable[[str], None]
@@ -22,24 +22,16 @@ def progress_bar(total: int | None, enabled: bool | None) -> Iterator[tuple[OnRu
       enabled: None to show it if standard error is a terminal.
     """
     is_enabled = sys.stderr.isatty() if enabled is None else enabled
-    progress = _load() if is_enabled else None
-    if progress is None:
+    if not is_enabled or importlib.util.find_spec("rich") is None:
         yield (lambda name: None), (lambda: None)
         return
-    with progress:
+    rich = importlib.import_module("rich.progress")
+    console = importlib.import_module("rich.console").Console(stderr=True)
+    name = rich.TextColumn("{task.description}", markup=False)
+    columns = name, rich.BarColumn(), rich.TimeRemainingColumn()
+    with rich.Progress(*columns, console=console) as progress:
         task = progress.add_task("", total=total)
         yield (
             lambda name: progress.update(task, description=name),
             lambda: progress.advance(task),
         )
-
-
-def _load() -> Any:
-    """Returns a progress bar of rich; None if rich is not installed."""
-    try:
-        module = importlib.import_module("rich.progress")
-        console = importlib.import_module("rich.console").Console(stderr=True)
-    except ModuleNotFoundError:
-        return None
-    name = module.TextColumn("{task.description}", markup=False)
-    return module.Progress(name, module.BarColumn(), module.TimeRemainingColumn(), console=console)

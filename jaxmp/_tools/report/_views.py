@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import abc
 import dataclasses
+import html
 import importlib
 import importlib.util
 import json
 import os
-from collections.abc import Iterator
+import re
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, ClassVar, Self, TypeVar
 
 from jaxmp._core import _messages, _plain, _typing
 from jaxmp._core._plain import JSONValue  # `from_plain` looks its name up in this module
-from jaxmp._tools.report import _page, _section, _text
+from jaxmp._tools.report import _section
+from jaxmp.errors import JaxmpError
 
 R = TypeVar("R", bound="Report")
 
@@ -30,29 +33,29 @@ class Report(abc.ABC):
     _title: ClassVar[str]
     # The command that writes the JSON text of a report.
     _command: ClassVar[str]
-    _error: ClassVar[type[Exception]]
+    _error: ClassVar[type[Exception]] = JaxmpError
     # The fields that precede the others in JSON: constants, and names of properties.
     _schema: ClassVar[dict[str, JSONValue]]
-    _summary: ClassVar[tuple[str, ...]] = ("ok",)
+    _summary: ClassVar[tuple[str, ...]] = ()
 
     @abc.abstractmethod
     def _sections(self, full: bool) -> list[_section.Section]:
         """Returns the sections of the short or the full report."""
 
     def __str__(self) -> str:
-        return _text.plain_text(self._sections(full=False))
+        return _section.plain_text(self._sections(full=False))
 
     def __rich__(self) -> _typing.RichRenderable:
         return _Renderable(self._sections(full=False))
 
-    def to_text(self, *, full: bool = False, width: int = _text.WIDTH) -> str:
+    def to_text(self, *, full: bool = False, width: int = _section.WIDTH) -> str:
         """Returns the report as plain text, as `print(report)` does.
 
         Args:
           full: False for the short report; True for everything.
           width: characters per line; only code may be longer.
         """
-        return _text.plain_text(self._sections(full), width)
+        return _section.plain_text(self._sections(full), width)
 
     def to_rich(self, *, full: bool = False) -> _typing.RichRenderable:
         """Returns an object that rich prints in color, in the width of its console.
@@ -73,7 +76,7 @@ class Report(abc.ABC):
         """
         # A page has no command line: it leaves out the section that names its options.
         sections = [each for each in self._sections(full) if each.title != "Details"]
-        return _page.html_document(self._title, _page.html_sections(sections))
+        return html_document(self._title, html_sections(sections))
 
     def _repr_html_(self) -> str:
         return self.to_html()
@@ -167,5 +170,78 @@ class _Renderable:
 
     def __rich_console__(self, console: Any, options: Any) -> Iterator[Any]:
         text = importlib.import_module("rich.text").Text
-        for line in _text.text_lines(self._sections, options.max_width):
+        for line in _section.text_lines(self._sections, options.max_width):
             yield text(line.text, style=_STYLES.get(line.role, ""))
+
+
+# ---------------------------------------------------------------------------
+# HTML. Every string of a section may come from a user.
+# ---------------------------------------------------------------------------
+
+
+def html_document(title: str, body: str, *styles: str) -> str:
+    """Returns a page with the style of all reports, in page.css.
+
+    The contrast of text and page is at least 4.5 in both schemes (WCAG 2.2, AA).
+
+    Args:
+      title: the title of the window.
+      body: HTML, in which every string of a user is escaped.
+      *styles: names of further files beside this one, such as "charts".
+    """
+    files = [Path(__file__).with_name(f"{name}.css") for name in ("page", *styles)]
+    rules = "".join("\n" + file.read_text("utf-8") for file in files)
+    return (
+        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f"<title>{html.escape(title)}</title></head>\n"
+        f'<body><style>{rules}</style><div class="jaxmp">\n'
+        f"{body}\n</div></body></html>\n"
+    )
+
+
+def html_sections(sections: Iterable[_section.Section]) -> str:
+    """Returns sections as HTML, to be put into `html_document`."""
+    return "\n".join(map(_html_section, sections))
+
+
+def _html_section(section: _section.Section) -> str:
+    severity = "h1" if section.mood else "h2"
+    mood = f' class="{section.mood}"' if section.mood else ""
+    text = f"<p>{_html(section.text)}</p>" if section.text else ""
+    fixes = "".join(map(_html_fix, section.fixes))
+    table = _html_table(section)
+    return f"<{severity}{mood}>{_html(section.title)}</{severity}>{text}{table}{fixes}"
+
+
+def _html_fix(fix: _section.Fix) -> str:
+    lines = lambda text: "\n".join(map(_section.printable, text.splitlines()))
+    parts = [
+        f"<pre><code>{html.escape(lines(text))}</code></pre>" if code else f"<p>{_html(text)}</p>"
+        for code, text in fix.parts
+    ]
+    return f'<div class="fix"><b>{_html(fix.title)}</b><div>{"".join(parts)}</div></div>'
+
+
+def _html_table(section: _section.Section) -> str:
+    if not section.rows:
+        return ""
+    styles = [' class="number"' if numeric else "" for numeric in _section.numeric_columns(section)]
+    styles[0] = ' class="index"' if section.columns[0] == "#" else ""
+    head = _html_row("th", section.columns, styles)
+    rows = "\n".join(_html_row("td", row, styles) for row in section.rows)
+    body = f"<thead>{head}</thead><tbody>\n{rows}\n</tbody>"
+    return f'<div class="wide"><table>{body}</table></div>'
+
+
+def _html_row(tag: str, cells: Iterable[str], styles: list[str]) -> str:
+    pairs = zip(cells, styles, strict=True)
+    return f"<tr>{''.join(f'<{tag}{style}>{_html(cell)}</{tag}>' for cell, style in pairs)}</tr>"
+
+
+# Positions besides blanks where a line may break: in module paths, code and long names.
+_BREAKS = re.compile(r"(?<!\*\*)/(?=[\w*])|\)(?=\.)|\](?=\[)|(?<=\w{20})_")
+
+
+def _html(text: str) -> str:
+    return _BREAKS.sub(r"\g<0><wbr>", html.escape(_section.printable(text)))

@@ -14,7 +14,6 @@ from jaxmp._programs._observe import GRADIENTS, OPERANDS
 from jaxmp._tools.report._section import Section, grouped, module_text, share_text
 from jaxmp._tools.report._views import Report
 from jaxmp._tools.stats._measure import LAST, POWERS, TensorStats
-from jaxmp.errors import JaxmpError
 
 # Largest share of the gradient that a suggested loss scale loses.
 MAX_LOST = 0.001
@@ -73,9 +72,7 @@ class StatsReport(Report):
     _subject = "statistics"
     _title = "Statistics of a training step"
     _command = "pathlib.Path('statistics.json').write_text(stats.report().to_json())"
-    _error = JaxmpError
     _schema: ClassVar = {"schema": "jaxmp.statistics", "schema_version": 1}
-    _summary = ()
 
     loss_scale: float | None
     scales: tuple[tuple[float, float, float], ...]
@@ -101,11 +98,9 @@ class StatsReport(Report):
             text = f"report.tensors has {more} more." if more else ""
             names = list(dict.fromkeys(name for row in rows for name in row.formats))
             columns = ("", "largest", "rms", *(name.removeprefix("float8_") for name in names))
-            cells = tuple(_cells(row, names) for row in rows[: len(rows) - more])
-            if any(row.nonfinite for row in rows):
-                columns += ("nan/inf",)
-                pairs = zip(cells, rows, strict=False)
-                cells = tuple((*each, share_text(row.nonfinite)) for each, row in pairs)
+            is_bad = any(row.nonfinite for row in rows)
+            columns += ("nan/inf",) * is_bad
+            cells = tuple(_cells(row, names)[: len(columns)] for row in rows[: len(rows) - more])
             sections.append(Section(kind.replace("_", " ").capitalize(), text, columns, cells))
         return sections
 
@@ -186,7 +181,8 @@ def _cells(row: TensorRow, names: list[str]) -> tuple[str, ...]:
     if row.nonfinite == 1:
         # No element has a magnitude, or a loss.
         losses, numbers = {}, ("", "")
-    return (module_text(row.name), *numbers, *(losses.get(name, "") for name in names))
+    parts = [*numbers, *(losses.get(name, "") for name in names), share_text(row.nonfinite)]
+    return (module_text(row.name), *parts)
 
 
 # ---------------------------------------------------------------------------

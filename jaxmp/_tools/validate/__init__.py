@@ -4,6 +4,5 @@
 test, and `_diagnose` the causes that it finds.
 
 `_parity` compares the outputs of a program that trains with those of one that serves: `_walk` runs
-programs one operation at a time, `_align` contains the criterion, `_parity_search` finds the cause,
-and `_metrics` has the compared quantities.
+programs one operation at a time and contains the criterion, and `_parity_search` finds the cause.
 """

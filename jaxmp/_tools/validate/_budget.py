@@ -116,16 +116,14 @@ def resolve_budgets(budgets: BudgetsLike, candidates: Mapping[str, Recipe]) -> d
                 f"budgets[{name!r}] belongs to no candidate.{did_you_mean(name, candidates)} "
                 f"Candidates: {', '.join(map(repr, candidates))}."
             )
-    resolved = {}
-    for name, recipe in candidates.items():
-        budget, default = named.get(name), DEFAULTS[format_of(recipe)]
-        if isinstance(budget, Budget):
-            resolved[name] = budget
-        else:
-            resolved[name] = (
-                default if budget is None else dataclasses.replace(default, loss=budget)
-            )
-    return resolved
+
+    def resolve(budget: float | Budget | None, recipe: Recipe) -> Budget:
+        default = DEFAULTS[format_of(recipe)]
+        if budget is None or isinstance(budget, Budget):
+            return budget or default
+        return dataclasses.replace(default, loss=budget)
+
+    return {name: resolve(named.get(name), recipe) for name, recipe in candidates.items()}
 
 
 # ---------------------------------------------------------------------------

@@ -404,13 +404,13 @@ def compare_training(reference: Records, candidate: Records, choice: MetricChoic
     first, second = (np.array([smooth(r.losses) for r in rs]) for rs in (reference, candidate))
     low, high, mean = first.min(axis=0), first.max(axis=0), second.mean(axis=0)
     inside = np.mean((mean >= low) & (mean <= high)) if len(reference) > 1 else math.nan
+    distances = [_distance(a, b, choice) for a, b in zip(first, second, strict=True)]
+    between = [_distance(a, b, choice) for n, a in enumerate(first) for b in first[:n]]
     skipped = [step for record in candidate for step in record.skipped]
     scales = [record.loss_scales[-1] for record in candidate]
     return TrainingRow(
-        curve_distance=float(
-            np.mean([_distance(a, b, choice) for a, b in zip(first, second, strict=True)])
-        ),
-        curve_band=_band(first, choice),
+        curve_distance=float(np.mean(distances)),
+        curve_band=float(np.mean(between)) if between else math.nan,
         curve_inside=float(inside),
         gradient_norm_ratio=_norm_ratio(reference, candidate),
         skipped=len(skipped),
@@ -429,17 +429,9 @@ def _distance(x: np.ndarray, y: np.ndarray, choice: MetricChoice) -> float:
     return float(np.mean(np.abs(np.log(y / x)))) if (y > 0).all() else math.inf
 
 
-def _band(curves: np.ndarray, choice: MetricChoice) -> float:
-    pairs = [_distance(curves[i], curves[j], choice) for i in range(len(curves)) for j in range(i)]
-    return float(np.mean(pairs)) if pairs else math.nan
-
-
-def _norms(records: Records) -> np.ndarray:
-    return np.concatenate([np.asarray(record.gradient_norms, np.float64) for record in records])
-
-
 def _norm_ratio(reference: Records, candidate: Records) -> float:
-    x, y = _norms(reference), _norms(candidate)
+    norms = lambda record: np.asarray(record.gradient_norms, np.float64)
+    x, y = (np.concatenate(list(map(norms, records))) for records in (reference, candidate))
     if x.shape != y.shape or not x.size:
         return math.nan
     valid = np.isfinite(x) & np.isfinite(y) & (x > 0) & (y > 0)

@@ -16,7 +16,7 @@ from typing import NamedTuple
 from jaxmp._tools.audit import _report
 from jaxmp._tools.audit._rows import Finding
 from jaxmp._tools.report._section import module_text
-from jaxmp._tools.validate import _phases, _rows, _trials
+from jaxmp._tools.validate import _rows, _train, _trials
 
 # Smallest shares of elements that count as a symptom.
 _UNDERFLOW, _STALLED = 0.02, 0.05
@@ -44,7 +44,7 @@ class Trained(NamedTuple):
 
     records: list[_rows.TrainingRecord]
     result: _rows.CandidateResult
-    phases: list[_phases.PhaseSteps]
+    phases: list[_train.PhaseSteps]
     audits: list[_report.AuditReport]
     lacks_masters: bool
     repeat: Callable[[int], _trials.Trial]
@@ -54,18 +54,21 @@ class Evidence(NamedTuple):
     """Everything that a diagnosis may use.
 
     Args:
-      result: differences at the compared steps, and comparison of the whole training.
       trained: the runs of the candidate.
       gradient_budget: largest error of the gradient that passes.
       trial: a compared step repeated without roundings; None if no gradients were compared.
       note: the reason why a step was not repeated.
     """
 
-    result: _rows.CandidateResult
     trained: Trained
     gradient_budget: float
     trial: _trials.Trial | None = None
     note: str = ""
+
+    @property
+    def result(self) -> _rows.CandidateResult:
+        """Differences at the compared steps, and comparison of the whole training."""
+        return self.trained.result
 
     @property
     def scale(self) -> float:
@@ -82,14 +85,12 @@ class Evidence(NamedTuple):
 Diagnosis = tuple[float, _rows.Cause] | None
 
 
-def diagnose(
-    result: _rows.CandidateResult, trained: Trained, gradient_budget: float
-) -> tuple[_rows.Cause, ...]:
+def diagnose(trained: Trained, gradient_budget: float) -> tuple[_rows.Cause, ...]:
     """Returns the causes that the measurements support, the most important first.
 
     If there is none, and gradients were compared, the only item is the location of the error.
     """
-    evidence, rows = Evidence(result, trained, gradient_budget), result.gradients
+    evidence, rows = Evidence(trained, gradient_budget), trained.result.gradients
     try:
         trial = trained.repeat(_trials.step_to_repeat(rows)) if rows else None
         evidence = evidence._replace(trial=trial)
@@ -97,10 +98,8 @@ def diagnose(
         # A step that cannot be emulated does not invalidate the verdict.
         note = f"The step was not repeated in FP32: {type(error).__name__}: {str(error)[:200]}"
         evidence = evidence._replace(note=note)
-    diagnoses = [
-        each(evidence) for each in (_underflow, _masters, _lines, _overflow, _skipped)
-    ] + _patterns(evidence)
-    supported = [diagnosis for diagnosis in diagnoses if diagnosis is not None]
+    diagnoses = [each(evidence) for each in (_underflow, _masters, _lines, _overflow, _skipped)]
+    supported = list(filter(None, [*diagnoses, *_patterns(evidence)]))
     supported.sort(key=lambda diagnosis: -diagnosis[0])
     causes = tuple({cause.id: cause for _, cause in reversed(supported)}.values())[::-1]
     return causes if causes or not rows else (_located(evidence),)
@@ -117,10 +116,7 @@ def _underflow(evidence: Evidence) -> Diagnosis:
     share = max((row.underflow for row in evidence.result.gradients), default=0.0)
     if trial is None or not trial.uses_float16 or share < _UNDERFLOW:
         return None
-    before, after = (
-        _trials.finite(trial.rounded, "error"),
-        _trials.finite(trial.wide_range, "error"),
-    )
+    before, after = (_trials.finite(x, "error") for x in (trial.rounded, trial.wide_range))
     if not math.isfinite(before) or not after < _trials.SHARE * before:
         return None
     is_missing = bool(evidence.findings("missing_loss_scale"))
@@ -442,22 +438,15 @@ def find_origin(modules: Sequence[_rows.ModuleRow]) -> _rows.ErrorOrigin:
     trained = [row for row in rows if row.gradient_error is not None]
     backward = max(trained, key=lambda row: row.gradient_error or 0.0, default=None)
     name = lambda row: "" if row is None else module_text(row.module)
-    texts = []
-    if first is not None:
-        texts.append(
-            f"The error first appears in the output of {name(first)} "
-            f"({_rows.percent(first.activation_error or 0.0)})"
+    texts = [
+        f"{text} {name(row)} ({to}{_rows.percent(getattr(row, field) or 0.0)})"
+        for row, text, to, field in (
+            (first, "The error first appears in the output of", "", "activation_error"),
+            (growth, f"it grows by a factor of {factor:.3g} in", "to ", "activation_error"),
+            (backward, "the gradient with the largest error is that of", "", "gradient_error"),
         )
-    if growth is not None:
-        texts.append(
-            f"it grows by a factor of {factor:.3g} in {name(growth)} "
-            f"(to {_rows.percent(growth.activation_error or 0.0)})"
-        )
-    if backward is not None:
-        texts.append(
-            f"the gradient with the largest error is that of {name(backward)} "
-            f"({_rows.percent(backward.gradient_error or 0.0)})"
-        )
+        if row is not None
+    ]
     return _rows.ErrorOrigin(
         forward=name(first),
         growth=name(growth),

@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -17,7 +17,7 @@ from jaxmp._tools.audit import _audit
 from jaxmp._tools.report._progress import OnRun, OnStep
 from jaxmp._tools.report._section import abbreviate, counted, grouped
 from jaxmp._tools.report._views import Interrupted
-from jaxmp._tools.validate import _budget, _phases, _probe, _report, _rows, _run, _trials
+from jaxmp._tools.validate import _budget, _probe, _report, _rows, _run, _trials
 from jaxmp._tools.validate._compare import (
     compare_figures,
     compare_metrics,
@@ -26,7 +26,14 @@ from jaxmp._tools.validate._compare import (
 )
 from jaxmp._tools.validate._diagnose import Trained, diagnose, find_origin
 from jaxmp._tools.validate._pure import PureRun, as_arrays, check_same_params, checksum
-from jaxmp._tools.validate._train import Hashes, Program, compile_step, train
+from jaxmp._tools.validate._train import (
+    at_step,
+    compile_run,
+    hashes_of,
+    make_runs,
+    phases_of,
+    train,
+)
 from jaxmp.errors import ValidationError
 
 _TEST = (
@@ -48,25 +55,18 @@ class Settings(NamedTuple):
     """Arguments of a validation, checked.
 
     Args:
-      reference: the recipe to compare with.
-      candidates: the other recipes by name.
+      recipes: the recipes by name, the reference first.
       budgets: the budget of each candidate.
       directions: declared directions of metrics.
       plan: the report before the first run: the name of the reference, seeds and steps.
       earlier: the report whose runs are not repeated.
     """
 
-    reference: _recipe.Recipe
-    candidates: Mapping[str, _recipe.Recipe]
+    recipes: Mapping[str, _recipe.Recipe]
     budgets: Mapping[str, _budget.Budget]
     directions: Mapping[str, str]
     plan: _report.ValidationReport
     earlier: _report.ValidationReport = _report.ValidationReport()
-
-    @property
-    def recipes(self) -> dict[str, _recipe.Recipe]:
-        """The recipes by name, the reference first."""
-        return {self.plan.reference: self.reference, **self.candidates}
 
 
 def run_validation(
@@ -103,7 +103,7 @@ def _make_partial(
     return dataclasses.replace(
         report,
         runs=tuple(runs),
-        unfinished=tuple(name for name in settings.candidates if name not in results),
+        unfinished=tuple(name for name in settings.budgets if name not in results),
         notes=(note, *report.notes)[not note :],
     )
 
@@ -111,14 +111,16 @@ def _make_partial(
 def _make_report(settings: Settings, results: Mapping[str, Trained]) -> _report.ValidationReport:
     """Compares the candidates of `results` with the reference."""
     reference = results[settings.plan.reference]
-    names = [name for name in settings.candidates if name in results]
+    names = [name for name in settings.budgets if name in results]
     for name in names:
         _check_data(reference.records, results[name].records)
     trained = [record for name in names for record in results[name].records]
-    budgets, count = list(settings.budgets.values()), len(settings.candidates)
+    budgets, count = list(settings.budgets.values()), len(settings.budgets)
     metrics = _budget.choose_metrics(reference.records, trained, settings.directions, budgets)
     training = _budget.choose_training(reference.records, trained, budgets)
-    candidates = [_compare(settings, results, metrics, training, name) for name in names]
+    candidates = [
+        _compare(settings, reference, results[name], metrics, training, name) for name in names
+    ]
     others = [each.reason for each in (*metrics[1:], training) if each.scale == "absolute"]
     reason = metrics[0].reason
     reason = " ".join([reason, *(each for each in dict.fromkeys(others) if each not in reason)])
@@ -181,7 +183,8 @@ def _notes(
 
 def _compare(
     settings: Settings,
-    results: Mapping[str, Trained],
+    reference: Trained,
+    candidate: Trained,
     metrics: Sequence[_rows.MetricChoice],
     scale: _rows.MetricChoice,
     name: str,
@@ -190,82 +193,51 @@ def _compare(
 
     Args:
       settings: the arguments of the validation.
-      results: results of all recipes by name.
+      reference, candidate: their results.
       metrics: the metrics, the deciding one first.
       scale: scale of the training loss.
       name: the candidate.
     """
-    reference, candidate = results[settings.plan.reference], results[name]
     budget, records = settings.budgets[name], (reference.records, candidate.records)
-    shared = (metrics, budget, scale, len(settings.candidates))
+    shared = (metrics, budget, scale, len(settings.budgets))
     checks, pairs, power = compare_metrics(*records, *shared)
-    parts = [_compare_phase(n, reference, candidate, shared) for n in range(len(candidate.phases))]
+    unit = scale.unit if scale.scale == "absolute" else 0.0
+    figures: list[_rows.Comparison] = []
+    # What decides in each phase, and its runs.
+    parts: list[tuple[_rows.Comparison, Trained]] = []
+    for phase, audit in zip(candidate.phases, candidate.audits, strict=True):
+        first, second = (list(map(phase.record_of, each)) for each in records)
+        result = phase.differences_of(candidate.result)
+        training = compare_training(first, second, scale)
+        result = dataclasses.replace(result, origin=find_origin(result.modules), training=training)
+        steps = (phase.stop - phase.start) * len(second)
+        own = compare_figures(result.gradients, training, budget, steps, unit)
+        figures += own
+        decisive = overall([*compare_metrics(first, second, *shared)[0], *own])
+        trained = candidate._replace(records=second, result=result, phases=[phase], audits=[audit])
+        parts.append((decisive, trained))
     # Each figure is that of the phase in which it is worst.
-    figures = grouped([each for part in parts for each in part.figures], lambda each: each.name)
-    checks += map(overall, figures.values())
-    decisive, worst = overall(checks), overall([part.verdict for part in parts])
-    part = next(part for part in parts if part.verdict is worst)
-    causes, names = (), [phase.name for phase in candidate.phases if len(parts) > 1]
-    if decisive.verdict in (_rows.FAIL, _rows.DIFFERS):
-        causes = diagnose(part.trained.result, part.trained, budget.gradient)
-    where = part.trained.phases[0].name if names and decisive.verdict != _rows.PASS else ""
+    checks += map(overall, grouped(figures, lambda each: each.name).values())
+    decisive, worst = overall(checks), overall([each for each, _ in parts])
+    trained = next(trained for each, trained in parts if each is worst)
+    is_failed = decisive.verdict in (_rows.FAIL, _rows.DIFFERS)
+    causes = diagnose(trained, budget.gradient) if is_failed else ()
+    phases = parts if len(parts) > 1 else []
+    where = trained.phases[0].name if phases and decisive.verdict != _rows.PASS else ""
     return dataclasses.replace(
         candidate.result,
         name=name,
-        recipe=settings.candidates[name].name,
+        recipe=settings.recipes[name].name,
         verdict=decisive.verdict,
         headline=_headline(name, where, decisive, causes),
         causes=causes,
         checks=tuple(checks),
-        phases=tuple(
-            dataclasses.replace(part.verdict, name=each)
-            for each, part in zip(names, parts, strict=False)
-        ),
+        phases=tuple(dataclasses.replace(each, name=own.phases[0].name) for each, own in phases),
         pairs=tuple(pairs),
         power=power,
-        origin=part.trained.result.origin,
+        origin=trained.result.origin,
         training=compare_training(*records, scale),
     )
-
-
-class _Part(NamedTuple):
-    """Comparison of the steps of one phase: what decides, and the figures without an interval."""
-
-    verdict: _rows.Comparison
-    figures: list[_rows.Comparison]
-    trained: Trained
-
-
-def _compare_phase(
-    number: int,
-    reference: Trained,
-    candidate: Trained,
-    shared: tuple[Sequence[_rows.MetricChoice], _budget.Budget, _rows.MetricChoice, int],
-) -> _Part:
-    """Compares one phase of a candidate with the same steps of the reference.
-
-    Args:
-      number: the phase.
-      reference, candidate: the whole runs.
-      shared: further arguments of `compare_metrics`.
-    """
-    (_, budget, scale, _), phase = shared, candidate.phases[number]
-    records = (
-        _phases.records_of(phase, reference.records),
-        _phases.records_of(phase, candidate.records),
-    )
-    training, result = (
-        compare_training(*records, scale),
-        _phases.differences_of(phase, candidate.result),
-    )
-    result = dataclasses.replace(result, origin=find_origin(result.modules), training=training)
-    steps = (phase.stop - phase.start) * len(candidate.records)
-    unit = scale.unit if scale.scale == "absolute" else 0.0
-    figures = compare_figures(result.gradients, training, budget, steps, unit)
-    verdict = overall([*compare_metrics(*records, *shared)[0], *figures])
-    audits = [candidate.audits[number]]
-    own = candidate._replace(records=records[1], result=result, phases=[phase], audits=audits)
-    return _Part(verdict, figures, own)
 
 
 def _headline(
@@ -333,22 +305,21 @@ class _Trainer:
         """Trains all seeds of a recipe, one after another."""
         plan, finished = self._settings.plan, _finished(name, self._settings)
         is_reference, result = name == plan.reference, _rows.CandidateResult(name=name)
-        phases = _phases.phases_of(name, recipe, plan.steps)
-        make = functools.partial(_phases.make_runs, self._make_run, phases, plan.steps)
+        phases = phases_of(name, recipe, plan.steps)
+        make = functools.partial(make_runs, self._make_run, phases, plan.steps)
         runs = make(plan.seeds[0])
         first = runs[0]
         params = jax.eval_shape(first.params, first.arrays)
-        audits = []
-        for phase in phases:
-            function, objects = runs[phase.start].audited
-            audits.append(_audit.audit(function, *objects, first.first, recipe=phase.recipe))
-        advance = functools.cache(lambda start: compile_step(runs[start]))
-        hashes = {start: Hashes.of(run) for start, run in runs.items()}
+        audits = [
+            _audit.audit(*runs[phase.start].audited, first.first, recipe=phase.recipe)
+            for phase in phases
+        ]
+        compiled: dict[str, Callable[..., Any]] = {}  # by the hash of a step or an evaluation
         probes = {start: _probe.make_probe(run) for start, run in runs.items()}
 
         def compare(step: int, arrays: _typing.PyTree, batch: _typing.PyTree) -> None:
             nonlocal result
-            run, probe = _phases.at_step(runs, step), _phases.at_step(probes, step)
+            run, probe = at_step(runs, step), at_step(probes, step)
             if is_reference:
                 params = _probe.leaves_of(run.params(arrays))
                 self._steps[step] = params, probe(arrays, batch)
@@ -356,11 +327,6 @@ class _Trainer:
             leaves, reference = self._steps[step]
             candidate = probe(_with_leaves(run, arrays, leaves), batch)
             result = _probe.with_step(result, step, reference, candidate)
-
-        def program_of(start: int, run: PureRun, each: Hashes) -> Program:
-            own = advance(start) if each.step == hashes[start].step else compile_step(run)
-            like = runs[start] if each.evaluation == hashes[start].evaluation else run
-            return Program(own, jax.jit(like.evaluate) if each.evaluation else run.evaluate)
 
         def train_one(seed: int) -> _rows.TrainingRecord:
             is_first = seed == plan.seeds[0]
@@ -372,30 +338,29 @@ class _Trainer:
             else:
                 check_same_params(self._initial[seed], params, name, seed)
             self._on_run(f"{name}, seed {seed}")
-            each, initial = {n: Hashes.of(run) for n, run in own.items()}, f"{checksum(params):08x}"
+            hashes = {n: hashes_of(run) for n, run in own.items()}
             # The first steps of later phases belong to the program.
-            traced = ", ".join(f"{n} " * (n > 0) + hashed.step for n, hashed in each.items())
-            record = finished.get(seed)
+            traced = ", ".join(f"{n} " * (n > 0) + step for n, (step, _) in hashes.items())
+            record, initial = finished.get(seed), f"{checksum(params):08x}"
             if record and (record.initial_checksum, record.program) == (initial, traced):
                 for _ in range(plan.steps):
                     self._on_step()
                 return record
-            programs = {start: program_of(start, run, each[start]) for start, run in own.items()}
+            programs = {n: compile_run(run, compiled, *hashes[n]) for n, run in own.items()}
             # Only the first seed is compared.
             compared = compare if is_first else lambda *_: None
             hooks = {"on_compare": compared, "on_step": self._on_step}
             record = train(name, seed, current, programs, plan, **hooks)
             return dataclasses.replace(record, initial_checksum=initial, program=traced)
 
-        records = []
         for seed in plan.seeds:
-            records.append(train_one(seed))
-            self.runs.append(records[-1])
+            self.runs.append(train_one(seed))
+        records = self.runs[-len(plan.seeds) :]
         if records[0] is finished.get(plan.seeds[0]):
             result = self._settings.earlier[name]
 
         def repeat(step: int) -> _trials.Trial:
-            current = _phases.at_step(make(plan.seeds[0]), step)
+            current = at_step(make(plan.seeds[0]), step)
             leaves, reference = self._steps[step]
             batch = as_arrays(next(itertools.islice(current.batches, step, None)))
             arrays = _with_leaves(current, current.arrays, leaves)
@@ -426,7 +391,6 @@ def _with_leaves(run: PureRun, arrays: _typing.PyTree, leaves: _probe.Leaves) ->
 
 
 def planned_report(
-    reference: str,
     seeds: tuple[int, ...],
     steps: int,
     eval_every: int | None,
@@ -436,13 +400,12 @@ def planned_report(
     """Returns the report of a validation before its first run.
 
     Args:
-      reference: name of the reference.
       seeds: the seeds.
       steps: number of training steps.
       eval_every: steps between two evaluations; None: a tenth of the steps.
       compare_steps: numbers of updates before a comparison; None: 0, a tenth, all but one, and
         the first steps of phases.
-      recipes: all recipes by name.
+      recipes: all recipes by name, the reference first.
 
     Raises:
       ValidationError: if a number, or the first step of a phase, is not within the run.
@@ -457,7 +420,7 @@ def planned_report(
             f"compare_steps={compare_steps!r} is not a list. Pass numbers of updates, such as "
             f"compare_steps=[0, {steps - 1}]."
         )
-    phases = [phase for each in recipes.items() for phase in _phases.phases_of(*each, steps)]
+    phases = [phase for each in recipes.items() for phase in phases_of(*each, steps)]
     starts = {phase.start for phase in phases}
     compared = {0, steps // 10, steps - 1} | starts if compare_steps is None else {*compare_steps}
     for step in compared:
@@ -466,7 +429,7 @@ def planned_report(
                 f"compare_steps={sorted(compared)}: {step} is not between 0 and {steps - 1}."
             )
     return _report.ValidationReport(
-        reference=reference,
+        reference=next(iter(recipes)),
         seeds=seeds,
         steps=steps,
         eval_steps=tuple(sorted({*range(0, steps, every), steps} | starts)),

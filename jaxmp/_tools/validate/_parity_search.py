@@ -1,6 +1,6 @@
 """Finds the cause of a mismatch: the first module where programs differ by more than rounding.
 
-*Candidates.* `_align` pairs the operations of both programs. The serving program is run with the
+*Candidates.* `_walk` pairs the operations of both programs. The serving program is run with the
 operands that training has, and each pair whose results then fail the criterion is a candidate.
 
 *Groups.* Candidates form a group if their modules are the same apart from numbers, as in the layers
@@ -29,12 +29,11 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import ClosedJaxpr
 
 from jaxmp._core import _dtypes, _typing
-from jaxmp._programs import _analysis, _bind
+from jaxmp._programs import _analysis, _bind, _jaxprs
 from jaxmp._tools.report import _section
-from jaxmp._tools.validate import _align, _walk
+from jaxmp._tools.validate import _walk
 
 PROGRAM_NAMES = ("training", "serving")
 # Part of the mismatch that a change has to remove.
@@ -81,18 +80,6 @@ class ParityCause:
     fix: str
 
 
-class TracedProgram(NamedTuple):
-    """A traced program and its arguments."""
-
-    closed: ClosedJaxpr
-    arrays: Sequence[Any]
-
-    @property
-    def is_exported(self) -> bool:
-        """True if the operations are those of an exported program, which cannot be changed."""
-        return "call_exported" in _analysis.primitives(self.closed)
-
-
 class _Candidate(NamedTuple):
     """Pair of results that differ by more than rounding explains.
 
@@ -100,17 +87,18 @@ class _Candidate(NamedTuple):
       pair: the results.
       value: the result of serving for the operands of training.
       only: operations of training, and of serving, that the other program lacks before the pair.
-      reported: the operation that the report names: its program (0 or 1), and index.
+      side, number: the operation that the report names: its program (0 or 1), and index.
     """
 
-    pair: _align.Pair
+    pair: _walk.Pair
     value: _typing.Array
     only: tuple[list[int], list[int]]
-    reported: tuple[int, int]
+    side: int
+    number: int
 
 
 def find_cause(
-    train: TracedProgram, serve: TracedProgram, shift: int
+    train: _jaxprs.Traced, serve: _jaxprs.Traced, shift: int
 ) -> tuple[ParityCause | None, float]:
     """Returns the cause of a mismatch, and the mismatch of both programs run by operations.
 
@@ -118,16 +106,48 @@ def find_cause(
       train, serve: the programs.
       shift: number of positions by which the examples of serving are moved in the batch.
     """
+    # The operations of an exported program cannot be changed.
+    is_fixed, serve_is_fixed = (
+        "call_exported" in _analysis.primitives(each.closed) for each in (train, serve)
+    )
     swapped = (serve, train), -shift, PROGRAM_NAMES[::-1]
-    if serve.is_exported and not train.is_exported:
+    if serve_is_fixed and not is_fixed:
         return _Search(*swapped).cause()
     search = _Search((train, serve), shift, PROGRAM_NAMES)
     cause, before = search.cause()
     is_done = cause is not None and cause.kind == "dtype"
-    if not is_done and search.is_coarser and not train.is_exported:
+    if not is_done and search.is_coarser and not is_fixed:
         other, _ = _Search(*swapped).cause()
         cause = other if other is not None and other.kind == "dtype" else cause
     return cause, before
+
+
+class _Run:
+    """Run of one program by operations.
+
+    Args:
+      name: its name.
+      records: the results.
+
+    `paired` are the results with a counterpart in the other program.
+    """
+
+    def __init__(self, name: str, records: list[_walk.ResultRecord]) -> None:
+        self.name, self.records, self.modules = name, records, _walk.modules(records)
+        self.paired: Collection[int] = ()
+
+    def group(self, index: int) -> str:
+        """Returns the group of an operation: its module without numbers, or its line."""
+        return _section.numberless(self.modules[index]) or self.records[index].location
+
+    def where(self, index: int) -> str:
+        """Returns a line with its module, such as "block_*/attention (model.py:12)"."""
+        module, line = _section.numberless(self.modules[index]), self.records[index].location
+        return f"{module} ({line})" if module else line
+
+    def unpaired(self, indices: Iterable[int]) -> list[int]:
+        """Returns the operations that compute, and have no counterpart."""
+        return [n for n in indices if n not in self.paired and _computes(self.records[n])]
 
 
 class _Search:
@@ -140,12 +160,15 @@ class _Search:
     """
 
     def __init__(
-        self, programs: tuple[TracedProgram, TracedProgram], shift: int, names: tuple[str, ...]
+        self,
+        programs: tuple[_jaxprs.Traced, _jaxprs.Traced],
+        shift: int,
+        names: tuple[str, ...],
     ) -> None:
-        self.changed, self.shift, self.names = programs[1], shift, names
-        (first, self.outputs), (second, others) = (_walk.walk(*each) for each in programs)
-        self.records = first, second
-        self.modules = _align.modules(first), _align.modules(second)
+        self.changed, self.shift = programs[1], shift
+        walks = [_walk.walk(each.closed, each.arrays) for each in programs]
+        (first, self.outputs), (second, others) = walks
+        self.runs = _Run(names[0], first), _Run(names[1], second)
         self.before = self._mismatch(others)
         # True if the first program rounds more.
         self.is_coarser = False
@@ -157,8 +180,10 @@ class _Search:
         with np.errstate(invalid="ignore"):
             return float(np.sum(np.abs(x - y)[used]) / max(x.size, 1))
 
-    def _with(self, changes: Changes) -> float:
-        return self._mismatch(_walk.walk(*self.changed, changes)[1])
+    def _walk(self, changes: Changes) -> tuple[list[_walk.ResultRecord], float]:
+        """Returns the results of the second program with changes, and the mismatch."""
+        records, outputs = _walk.walk(self.changed.closed, self.changed.arrays, changes)
+        return records, self._mismatch(outputs)
 
     def cause(self) -> tuple[ParityCause | None, float]:
         """Returns the cause, and the mismatch."""
@@ -172,9 +197,7 @@ class _Search:
             if after <= limit:
                 return self._cause(candidates, changes, after, ()), self.before
             tried.append((after > (1 - _EFFECT) * self.before, candidates))
-        changes, after = self._change(
-            [candidate for group in groups.values() for candidate in group]
-        )
+        changes, after = self._change([each for group in groups.values() for each in group])
         if after > limit:
             return None, self.before
         _, candidates = min(tried, key=lambda row: row[0])
@@ -185,10 +208,10 @@ class _Search:
 
     def _groups(self) -> dict[str, list[_Candidate]]:
         """Returns the candidates of each group, in the order of the second program."""
-        train, serve = self.records
-        pairs = sorted(_align.pairs_of(train, serve), key=lambda pair: pair.serve)
+        train, serve = (run.records for run in self.runs)
+        pairs = sorted(_walk.pairs_of(train, serve), key=lambda pair: pair.serve)
         self._partner = {n: pair.train for pair in pairs for n in pair.serve}
-        self._paired = {pair.train for pair in pairs}, self._partner.keys()
+        self.runs[0].paired, self.runs[1].paired = {p.train for p in pairs}, self._partner.keys()
         self._readers: dict[int, list[_walk.ResultRecord]] = {}
         for record in train:
             for maker in record.makers:
@@ -200,60 +223,57 @@ class _Search:
             for n, part in zip(pair.serve, pair.split(whole), strict=True):
                 part = _walk.in_stored_dtype(part, serve[n].dtype)
                 forced[n] = _walk.Change(value=lambda _, part=part: part)
-        self._local, _ = _walk.walk(*self.changed, forced)
+        self._local, _ = self._walk(forced)
         groups: dict[str, list[_Candidate]] = {}
         for pair in pairs:
             value = self._moved(pair.join([self._local[n].value for n in pair.serve]), -self.shift)
-            if _align.is_different(train[pair.train], serve[pair.serve[0]], value):
+            if _walk.is_different(train[pair.train], serve[pair.serve[0]], value):
                 candidate = self._candidate(pair, value)
-                groups.setdefault(self._group_of(*candidate.reported), []).append(candidate)
+                group = self.runs[candidate.side].group(candidate.number)
+                groups.setdefault(group, []).append(candidate)
         return groups
 
     def _moved(self, value: _typing.Array, shift: int) -> _typing.Array:
         """Returns a value with its examples at other positions of the batch."""
         return jnp.roll(value, shift, 0) if shift and value.ndim else value
 
-    def _group_of(self, side: int, index: int) -> str:
-        """Returns the group of an operation: its module without numbers, or its line."""
-        module = _section.numberless(self.modules[side][index])
-        return module or self.records[side][index].location
-
     def _coarser(self, index: int) -> int | None:
         """Returns the program (0 or 1) in which a paired result has the coarser dtype."""
-        dtypes = self.records[0][self._partner[index]].dtype, self.records[1][index].dtype
-        return None if dtypes[0] == dtypes[1] else dtypes.index(_align.coarser(*dtypes))
+        train, serve = self.runs
+        dtypes = train.records[self._partner[index]].dtype, serve.records[index].dtype
+        return None if dtypes[0] == dtypes[1] else dtypes.index(_walk.coarser(*dtypes))
 
-    def _candidate(self, pair: _align.Pair, value: _typing.Array) -> _Candidate:
+    def _candidate(self, pair: _walk.Pair, value: _typing.Array) -> _Candidate:
         """Returns a candidate with the operation that explains its difference best.
 
         This is the pair itself if its dtypes differ; otherwise an operation that only one program
         has before it; otherwise the last one before it that the second program rounds more.
         """
-        ends = pair.train, pair.serve[0]
-        nearest = [
-            _align.before(*each) for each in zip(self.records, ends, self._paired, strict=True)
-        ]
-        unpaired = [
-            [n for n in near if n not in paired and _computes(records[n])]
-            for near, paired, records in zip(nearest, self._paired, self.records, strict=True)
-        ]
+        ends = list(zip(self.runs, (pair.train, pair.serve[0]), strict=True))
+        nearest = [_walk.before(run.records, end, run.paired) for run, end in ends]
+        unpaired = [run.unpaired(near) for run, near in zip(self.runs, nearest, strict=True)]
         only = self._only(unpaired, _sign)
         if not any(only):
             # Reductions of other numbers of elements, such as over another batch.
+            shapes = lambda record: [*map(np.shape, (*record.operands, record.value))]
             reductions = [
-                [n for n in indices if _changes_shape(records[n])]
-                for indices, records in zip(unpaired, self.records, strict=True)
+                [n for n in indices if len({*shapes(run.records[n])}) > 1]
+                for run, indices in zip(self.runs, unpaired, strict=True)
             ]
-            only = self._only(reductions, lambda r: (*_sign(r), *map(np.shape, r.operands)))
-        side, reported = 1, ends[1]
-        if self._coarser(ends[1]) is None:
+            only = self._only(reductions, lambda r: (*_sign(r), *shapes(r)[:-1]))
+        side, index = 1, pair.serve[0]
+        if self._coarser(index) is None:
             if any(only):
                 side = 1 if only[1] else 0
-                reported = max(only[side], key=lambda n: (_rank(self.records[side][n]), n))
+                # First one that computes, then a cast.
+                records = self.runs[side].records
+                moves = lambda n: records[n].primitive in _bind.MOVES
+                rank = lambda n: 1 if _is_cast(records[n]) else 2 * (not moves(n))
+                index = max(only[side], key=lambda n: (rank(n), n))
             else:
                 rounded = (n for n in nearest[1] if n in self._partner and self._coarser(n) == 1)
-                reported = max(rounded, default=ends[1])
-        return _Candidate(pair, value, only, (side, reported))
+                index = max(rounded, default=index)
+        return _Candidate(pair, value, only, side, index)
 
     def _only(
         self, indices: Sequence[list[int]], sign: Callable[[_walk.ResultRecord], Any]
@@ -264,7 +284,8 @@ class _Search:
           indices: the operations of each program that are compared.
           sign: returns what equal operations have in common.
         """
-        signs = [[sign(self.records[side][n]) for n in indices[side]] for side in (0, 1)]
+        pairs = zip(self.runs, indices, strict=True)
+        signs = [[sign(run.records[n]) for n in each] for run, each in pairs]
         train, serve = map(collections.Counter, signs)
         first, second = (
             [n for n, own in zip(indices[side], signs[side], strict=True) if own in more]
@@ -277,51 +298,45 @@ class _Search:
     def _change(self, candidates: Sequence[_Candidate]) -> tuple[Changes, float]:
         """Returns the change of some candidates, and the mismatch with it."""
         changes = self._dtypes(candidates)
-        after = self._with(changes) if changes else self.before
+        after = self._walk(changes)[1] if changes else self.before
         if after <= (1 - _SHARE) * self.before:
             return changes, after
         corrected: dict[int, _walk.Change] = {}
         for pair, y, *_ in candidates:
-            x = self.records[0][pair.train].value
+            x = self.runs[0].records[pair.train].value
             error = self._moved(jnp.where(jnp.isfinite(x) & jnp.isfinite(y), y - x, 0), self.shift)
             for n, part in zip(pair.serve, pair.split(error), strict=True):
-                dtype = self.records[1][n].dtype
+                dtype = self.runs[1].records[n].dtype
                 corrected[n] = _walk.Change(
                     value=lambda z, part=part, dtype=dtype: _walk.in_stored_dtype(z - part, dtype)
                 )
-        return corrected, self._with(corrected)
+        return corrected, self._walk(corrected)[1]
 
     def _dtypes(self, candidates: Sequence[_Candidate]) -> Changes:
         """Returns the change of the operations in the candidates' groups to the first dtypes."""
-        train, serve = self.records
-        groups = {self._group_of(*candidate.reported) for candidate in candidates}
+        groups = {self.runs[each.side].group(each.number) for each in candidates}
+        (train, serve), own = (run.records for run in self.runs), self.runs[1]
         new = {n for candidate in candidates for n in candidate.only[1]}
         # Roundings of the second program that the first one does not have.
-        known = {_sign(train[n]) for n in self._unpaired_in(groups, 0)}
-        extra = (n for n in self._unpaired_in(groups, 1) if _sign(serve[n]) not in known)
+        alone = [
+            [n for n in run.unpaired(range(len(run.records))) if run.group(n) in groups]
+            for run in self.runs
+        ]
+        known = {_sign(train[n]) for n in alone[0]}
+        extra = (n for n in alone[1] if _sign(serve[n]) not in known)
         changes = {
             n: _walk.Change(dtype=_dtypes.FLOAT32)
             for n in sorted({*new, *extra})
             if _bind.is_narrow_dtype(serve[n].dtype)
         }
         for n, partner in self._partner.items():
-            if serve[n].primitive in _bind.MOVES or self._group_of(1, n) not in groups:
+            if serve[n].primitive in _bind.MOVES or own.group(n) not in groups:
                 continue
             # If the first program rounds its result next, the dtype of the second one is right.
             next_dtypes = {r.dtype if _is_cast(r) else None for r in self._readers.get(partner, ())}
             if serve[n].dtype != train[partner].dtype and next_dtypes != {serve[n].dtype}:
                 changes[n] = _walk.Change(dtype=train[partner].dtype)
         return changes
-
-    def _unpaired_in(self, groups: Collection[str], side: int) -> list[int]:
-        """Returns the operations of some groups that compute, and have no counterpart."""
-        return [
-            n
-            for n, record in enumerate(self.records[side])
-            if n not in self._paired[side]
-            and _computes(record)
-            and self._group_of(side, n) in groups
-        ]
 
     # -- texts ----------------------------------------------------------------------------------
 
@@ -332,21 +347,21 @@ class _Search:
         after: float,
         others: tuple[str, ...],
     ) -> ParityCause:
-        candidate = candidates[0]
-        side, index = candidate.reported
-        (file, line), module = self.records[side][index].line, self.modules[side][index]
-        self.is_coarser |= any(map(_is_cast, self._of(0, candidate.only[0])))
-        ends = candidate.pair.train, candidate.pair.serve[0]
+        (pair, _, only, side, index), own = candidates[0], self.runs[candidates[0].side]
+        file, line = own.records[index].line
+        self.is_coarser |= any(_is_cast(self.runs[0].records[n]) for n in only[0])
+        ends = pair.train, pair.serve[0]
         if side == 1 and index in self._partner:
             ends = self._partner[index], index
-        texts = {
-            name: ", ".join(dict.fromkeys(map(_text, self._of(s, (*candidate.only[s], ends[s])))))
-            for s, name in enumerate(self.names)
-        }
-        kind, fix = self._fix(candidate, changes)
+        texts = {}
+        for run, numbers, end in zip(self.runs, only, ends, strict=True):
+            records = [run.records[n] for n in (*numbers, end)]
+            operations = dict.fromkeys(f"{each.primitive} in {each.dtype}" for each in records)
+            texts[run.name] = ", ".join(operations)
+        kind, fix = self._fix(candidates[0], changes)
         return ParityCause(
-            module=module,
-            operation=self.records[side][index].primitive,
+            module=own.modules[index],
+            operation=own.records[index].primitive,
             kind=kind,
             train=texts["training"],
             serve=texts["serving"],
@@ -361,51 +376,43 @@ class _Search:
 
     def _fix(self, candidate: _Candidate, changes: Changes) -> tuple[str, str]:
         """Returns the kind of a cause, and the change as text."""
-        where = self._where(*candidate.reported)
+        where = self.runs[candidate.side].where(candidate.number)
         reason = "" if any(candidate.only) else self._arguments(candidate)
         if any(change.value is not None for change in changes.values()):
             if reason:
                 return "arguments", f"Pass the same values to {where} in both programs: {reason}."
             return "operations", f"Use the same operations and values in both programs: {where}."
         rows: dict[tuple[str, str], dict[str, None]] = {}
-        dtype = _dtypes.FLOAT32
+        dtype, (train, serve) = _dtypes.FLOAT32, self.runs
         for n, change in sorted(changes.items()):
-            record = self.records[1][n]
+            record = serve.records[n]
             name, text = record.primitive, f" in {change.dtype} instead of {record.dtype}"
             if _is_cast(record):
                 name, text = "no cast", f" to {record.dtype}"
             else:
                 dtype = change.dtype
-            rows.setdefault((self._where(1, n), text), {})[name] = None
+            rows.setdefault((serve.where(n), text), {})[name] = None
         lines = [f"    {where}: {', '.join(names)}{text}" for (where, text), names in rows.items()]
         more = [f"    and {len(lines) - _LINES} more lines"] if len(lines) > _LINES else []
         sentence = (
-            f"Compute these lines of the {self.names[1]} program in the dtypes of {self.names[0]}. "
+            f"Compute these lines of the {serve.name} program in the dtypes of {train.name}. "
             f"Cast the operands, as in x.astype(jnp.{dtype}), or set "
             "the dtype of the module:"
         )
         return "dtype", "\n".join([sentence, *lines[:_LINES], *more])
 
-    def _where(self, side: int, index: int) -> str:
-        """Returns a line with its module, such as "block_*/attention (model.py:12)"."""
-        record = self.records[side][index]
-        module = _section.numberless(self.modules[side][index])
-        return f"{module} ({record.location})" if module else record.location
-
-    def _of(self, side: int, indices: Iterable[int]) -> list[_walk.ResultRecord]:
-        return [self.records[side][n] for n in indices]
-
     def _arguments(self, candidate: _Candidate) -> str:
         """Returns a text on the first argument or constant that differs; "" if there is none."""
-        train, serve = self.records[0][candidate.pair.train], self._local[candidate.pair.serve[0]]
+        train = self.runs[0].records[candidate.pair.train]
+        serve = self._local[candidate.pair.serve[0]]
         for n, (x, y) in enumerate(zip(train.operands, serve.operands, strict=False)):
             is_same = jnp.shape(x) != jnp.shape(y) or bool(jnp.array_equal(x, y))
             if is_same or not self._is_input(serve.makers[n]):
                 continue
             for name in _FORMATS if jnp.issubdtype(x.dtype, jnp.floating) else ():
-                for side, (a, b) in enumerate(((y, x), (x, y))):
+                for run, a, b in zip(self.runs, (y, x), (x, y), strict=True):
                     if jnp.array_equal(_walk.in_stored_dtype(a, jnp.dtype(name)), b):
-                        return f"operand {n} is rounded to {name} in {self.names[side]}"
+                        return f"operand {n} is rounded to {name} in {run.name}"
             return f"operand {n} has other values"
         return ""
 
@@ -413,19 +420,14 @@ class _Search:
         """Returns True for an argument or a constant, also if it is reshaped."""
         if index == _walk.INPUT:
             return True
-        is_move = index not in self._partner and self._local[index].primitive in _align.MOVES
+        is_move = index not in self._partner and self._local[index].primitive in _walk.MOVES
         return is_move and all(map(self._is_input, self._local[index].makers))
 
 
 def _computes(record: _walk.ResultRecord) -> bool:
     """Returns True for an operation that computes or rounds floats."""
     is_float = jnp.issubdtype(record.dtype, jnp.floating)
-    return is_float and (record.primitive not in _align.MOVES or _is_cast(record))
-
-
-def _changes_shape(record: _walk.ResultRecord) -> bool:
-    """Returns True if operands and result do not all have the same shape."""
-    return len({*map(np.shape, (*record.operands, record.value))}) > 1
+    return is_float and (record.primitive not in _walk.MOVES or _is_cast(record))
 
 
 def _is_cast(record: _walk.ResultRecord) -> bool:
@@ -433,17 +435,8 @@ def _is_cast(record: _walk.ResultRecord) -> bool:
     return record.primitive == "convert_element_type" and _bind.is_narrow_dtype(record.dtype)
 
 
-def _rank(record: _walk.ResultRecord) -> int:
-    """Returns the preference to report an operation: first one that computes, then a cast."""
-    return 1 if _is_cast(record) else 2 * (record.primitive not in _bind.MOVES)
-
-
 def _sign(record: _walk.ResultRecord) -> tuple[str, str]:
     return record.primitive, str(record.dtype)
-
-
-def _text(record: _walk.ResultRecord) -> str:
-    return f"{record.primitive} in {record.dtype}"
 
 
 def _flat(outputs: Sequence[_typing.Array]) -> np.ndarray:

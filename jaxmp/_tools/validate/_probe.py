@@ -17,7 +17,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -149,16 +149,15 @@ def make_probe(run: PureRun) -> Callable[[PyTree, PyTree], Probe]:
         paths[:] = outputs
         before, after = run.params(arrays), run.params(new)
         update = jax.tree.map(_difference, after, before)
-        state, other = (
-            {k: x for k, x in run.state(y).items() if not _trees.is_key(x)} for y in (arrays, new)
-        )
+        state, other = run.state(arrays), run.state(new)
+        state = {path: leaf for path, leaf in state.items() if not _trees.is_key(leaf)}
         dtypes.update({path: str(leaf.dtype) for path, leaf in state.items()})
         changes = {path: _difference(other[path], leaf) for path, leaf in state.items()}
         numbers = {"stalled": _stalled(before, after, result.grads), "update": global_norm(update)}
         samples = {
-            "updates": _samples(update),
+            "updates": leaves_of(update, _shardings.sampled),
             "changes": jax.tree.map(_shardings.sampled, changes),
-            "params": _samples(before),
+            "params": leaves_of(before, _shardings.sampled),
         }
         return result, list(outputs.values()), numbers, samples
 
@@ -184,12 +183,10 @@ def make_probe(run: PureRun) -> Callable[[PyTree, PyTree], Probe]:
     return probe
 
 
-def leaves_of(tree: PyTree) -> dict[str, np.ndarray]:
-    """Returns the leaves of a tree of parameters by their paths, on the host."""
-    return {
-        _trees.parameter_path(path): np.asarray(leaf)
-        for path, leaf in _trees.leaves_with_path(tree)
-    }
+def leaves_of(tree: PyTree, convert: Callable[[Array], Any] = np.asarray) -> dict[str, Any]:
+    """Returns the leaves of a tree of parameters by their paths, by default on the host."""
+    leaves = _trees.leaves_with_path(tree)
+    return {_trees.parameter_path(path): convert(leaf) for path, leaf in leaves}
 
 
 def _stalled(before: PyTree, after: PyTree, grads: PyTree | None) -> Array:
@@ -213,12 +210,6 @@ def _stored(x: Array) -> Array:
     """Returns a leaf in FP32 as it is stored: XLA may omit its rounding before a conversion."""
     wide = x.astype(jnp.float32)
     return _bind.rounded_to(wide, x.dtype) if _dtypes.is_16bit(x.dtype) else wide
-
-
-def _samples(tree: PyTree) -> dict[str, Array]:
-    """Returns a sample of each leaf of a tree of parameters, by path."""
-    leaves = _trees.leaves_with_path(tree)
-    return {_trees.parameter_path(path): _shardings.sampled(leaf) for path, leaf in leaves}
 
 
 # ---------------------------------------------------------------------------
@@ -320,23 +311,29 @@ def find_patterns(row: GradientRow, reference: Probe, candidate: Probe) -> Itera
     """
     if row.nonfinite:
         return
+    for id_, text, error, *factor in _forms(row, reference, candidate):
+        yield Pattern(step=row.step, id=id_, text=text, error=error, factor=sum(factor, 0.0))
+
+
+# Fields of patterns after the step: id, text, error and factor.
+_Forms: TypeAlias = Iterator[tuple[str, str, float] | tuple[str, str, float, float]]
+
+
+def _forms(row: GradientRow, reference: Probe, candidate: Probe) -> _Forms:
     grads = [joined(probe.grads, reference.grads) for probe in (reference, candidate)]
     before, after = (joined(each.updates, reference.updates) for each in (reference, candidate))
     if row.error > _CHANGED:
-        yield from _common(row.step, "gradient", grads[0], grads[1])
+        yield from _common("gradient", *grads)
         yield from _frozen(row, reference.grads, candidate.grads)
     if not after.any():
         return  # a skipped step changes nothing
     if max(_CHANGED, 2 * row.error) < row.update_error < np.inf:
-        yield from _common(row.step, "update", before, after)
+        yield from _common("update", before, after)
         yield from _decayed(row, before, after, joined(candidate.params, reference.updates))
     # Moments and averages of parameters that do not change do not change, either.
     fixed = [path.replace(":", "/") for path, leaf in candidate.updates.items() if not leaf.any()]
-    moving = {
-        path: change
-        for path, change in reference.changes.items()
-        if not path.endswith(tuple(fixed))
-    }
+    changes = reference.changes.items()
+    moving = {path: change for path, change in changes if not path.endswith(tuple(fixed))}
     yield from _unchanging(row, moving, candidate.changes, candidate.dtypes)
 
 
@@ -345,36 +342,24 @@ def joined(leaves: Leaves, paths: Iterable[str]) -> np.ndarray:
     return np.concatenate([np.zeros(0), *(leaves[path].ravel() for path in paths)])
 
 
-def _common(step: int, stage: str, x: np.ndarray, y: np.ndarray) -> Iterator[Pattern]:
+def _common(stage: str, x: np.ndarray, y: np.ndarray) -> _Forms:
     """Finds a factor that all elements have in common, and elements that are clipped."""
     factor = float(x @ y / (x @ x)) if x.any() else 0.0
     error = difference(x, y).error
     if y.any() and difference(factor * x, y).error < _REST * min(abs(factor - 1), 1):
-        yield Pattern(
-            step=step,
-            id=f"{stage}_factor",
-            text=(
-                f"{_SUBJECTS[stage]} {factor:.2g} times as large as in the reference, in the same "
-                f"direction{_REASONS[stage]}"
-            ),
-            error=min(error, 1.0),
-            factor=factor,
-        )
+        text = f"{_SUBJECTS[stage]} {factor:.2g} times as large as in the reference, in the same "
+        yield f"{stage}_factor", f"{text}direction{_REASONS[stage]}", min(error, 1.0), factor
         return
     top = float(np.max(np.abs(y), initial=0.0))
     is_clipped = (np.abs(y) >= (1 - _SAME) * top) & (np.abs(x) > (1 + _CHANGED) * top)
     share = float(np.mean(is_clipped)) if y.size else 0.0
     rest = difference(x[~is_clipped], y[~is_clipped]).error if not is_clipped.all() else 0.0
     if top and is_clipped.sum() >= _CLIPPED and share >= _CLIPPED_SHARE and rest < _REST:
-        yield Pattern(
-            step=step,
-            id="clipping",
-            text=f"{100 * share:.3g} % of the elements of the {stage} are clipped to {top:.3g}",
-            error=min(error, 1.0),
-        )
+        text = f"{100 * share:.3g} % of the elements of the {stage} are clipped to {top:.3g}"
+        yield "clipping", text, min(error, 1.0)
 
 
-def _frozen(row: GradientRow, reference: Leaves, candidate: Leaves) -> Iterator[Pattern]:
+def _frozen(row: GradientRow, reference: Leaves, candidate: Leaves) -> _Forms:
     """Finds modules whose gradient is zero, unless that of all modules is."""
     modules = _section.grouped(reference, _module_of)
     names = [
@@ -384,30 +369,20 @@ def _frozen(row: GradientRow, reference: Leaves, candidate: Leaves) -> Iterator[
         and np.linalg.norm(joined(reference, paths)) > _FROZEN * row.norm
     ]
     if 0 < len(names) < len(modules):
-        text = f"the gradient of {', '.join(names)} is zero"
-        yield Pattern(step=row.step, id="zero_gradient", text=text, error=1.0)
+        yield "zero_gradient", f"the gradient of {', '.join(names)} is zero", 1.0
 
 
-def _decayed(
-    row: GradientRow, x: np.ndarray, y: np.ndarray, params: np.ndarray
-) -> Iterator[Pattern]:
+def _decayed(row: GradientRow, x: np.ndarray, y: np.ndarray, params: np.ndarray) -> _Forms:
     """Finds an update that differs by a multiple of the parameters."""
     factor = float((y - x) @ params / (params @ params)) if params.any() else 0.0
     if factor and difference(factor * params, y - x).error < 2 * _REST:
-        yield Pattern(
-            step=row.step,
-            id="weight_decay",
-            text=(
-                f"the update differs by {factor:.2g} times the parameters, as with another weight "
-                "decay"
-            ),
-            error=min(row.update_error, 1.0),
-        )
+        text = f"the update differs by {factor:.2g} times the parameters, as with another weight "
+        yield "weight_decay", f"{text}decay", min(row.update_error, 1.0)
 
 
 def _unchanging(
     row: GradientRow, reference: Leaves, candidate: Leaves, dtypes: Mapping[str, str]
-) -> Iterator[Pattern]:
+) -> _Forms:
     """Finds the leaf of the state of which most elements do not change, as in the reference."""
     shares: dict[str, float] = {}
     for path, change in reference.items():
@@ -419,12 +394,8 @@ def _unchanging(
     if shares:
         path = max(shares, key=lambda key: (shares[key], candidate[key].size))
         part = "" if shares[path] == 1 else f" in {100 * shares[path]:.3g} % of its elements"
-        yield Pattern(
-            step=row.step,
-            id="state",
-            text=f"{path!r} ({dtypes[path]}) does not change{part}, as it does in the reference",
-            error=min(shares[path] + row.update_error / 2, 1.5),
-        )
+        text = f"{path!r} ({dtypes[path]}) does not change{part}, as it does in the reference"
+        yield "state", text, min(shares[path] + row.update_error / 2, 1.5)
 
 
 # ---------------------------------------------------------------------------

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import itertools
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sized
@@ -41,9 +40,9 @@ class PureRun(NamedTuple):
       with_params: (arrays, parameters) -> arrays, with the parameters cast to the storage dtypes.
       opt_state: arrays -> state of the optimizer, with its loss scale and skipped steps.
       state: arrays -> all other leaves by path, such as statistics, averages and moments.
+      audited: the function to audit, and the objects that precede the batch in its arguments.
       first: the first batch, with JAX arrays as leaves.
       batches: all batches; they can be read once.
-      audited: the function to audit and the objects that precede the batch in its arguments.
     """
 
     arrays: PyTree
@@ -53,9 +52,9 @@ class PureRun(NamedTuple):
     with_params: Callable[[PyTree, PyTree], PyTree]
     opt_state: Callable[[PyTree], PyTree]
     state: Callable[[PyTree], dict[str, Array]]
-    first: PyTree
-    batches: Iterator[PyTree]
-    audited: tuple[Callable[..., PyTree], tuple[PyTree, ...]]
+    audited: tuple[Any, ...]
+    first: PyTree = None
+    batches: Iterator[PyTree] = iter(())
 
 
 def as_pure(run: object, name: str, steps: int) -> PureRun:
@@ -80,10 +79,10 @@ def as_pure(run: object, name: str, steps: int) -> PureRun:
         ) from None
     if isinstance(run.batches, Sized) and len(run.batches) < steps:
         raise too_few_batches(name, len(run.batches), steps)
-    stream = first, itertools.chain([first], batches)
     nodes = run.state if isinstance(run.state, tuple) else ()
-    is_nnx = bool(nodes) and any(isinstance(node, nnx.Module) for node in nodes)
-    return _pure_nnx(run, *stream) if is_nnx else _pure_tree(run, *stream)
+    is_nnx = any(isinstance(node, nnx.Module) for node in nodes)
+    pure = _pure_nnx(run, nodes) if is_nnx else _pure_tree(run)
+    return pure._replace(first=as_arrays(first), batches=itertools.chain([first], batches))
 
 
 def too_few_batches(name: str, count: int, steps: int) -> ValidationError:
@@ -161,7 +160,7 @@ def skipped_of(opt_state: PyTree) -> Array:
 # ---------------------------------------------------------------------------
 
 
-def _pure_tree(run: TrainingRun, first: PyTree, batches: Iterator[PyTree]) -> PureRun:
+def _pure_tree(run: TrainingRun) -> PureRun:
     state = run.state
     if _stored(state) is None:
         raise ValidationError(
@@ -172,7 +171,13 @@ def _pure_tree(run: TrainingRun, first: PyTree, batches: Iterator[PyTree]) -> Pu
 
     # The structure contains functions, such as `tx`, which differ between seeds.
     leaves, structure = jax.tree.flatten(state)
-    opened = structure.unflatten
+    opened, initial = structure.unflatten, list(map(_strong, leaves))
+    # Each leaf of the state has an object of its own here, which shows its position.
+    shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in initial]
+    numbers = {id(shape): n for n, shape in enumerate(shapes)}
+    positions = lambda tree: [numbers[id(shape)] for shape in jax.tree.leaves(tree)]
+    stored = _stored(opened(shapes))
+    of_params, of_collections = positions(_inner(stored)), set(positions(stored))
 
     def step(arrays: PyTree, batch: PyTree) -> tuple[PyTree, StepResult]:
         out = run.step(opened(arrays), batch)
@@ -181,30 +186,35 @@ def _pure_tree(run: TrainingRun, first: PyTree, batches: Iterator[PyTree]) -> Pu
                 f"step(state, batch) returned {type(out).__name__} instead of "
                 '(new_state, metrics). Return: return state, {"loss": loss, "grads": grads}'
             )
-        result = _result(out[1])
+        loss, grads = _result(out[1])
         check_state(opened(arrays), out[0])
-        return list(map(_strong, jax.tree.leaves(out[0]))), result._replace(
-            grads=_inner(result.grads)
-        )
+        return list(map(_strong, jax.tree.leaves(out[0]))), StepResult(loss, _inner(grads))
+
+    def with_params(arrays: PyTree, params: PyTree) -> PyTree:
+        new = dict(zip(of_params, jax.tree.leaves(params), strict=True))
+        return [jnp.asarray(new[n], x.dtype) if n in new else x for n, x in enumerate(arrays)]
+
+    def state_of(arrays: PyTree) -> dict[str, Array]:
+        leaves = enumerate(_trees.leaves_with_path(opened(arrays)))
+        return {"/".join(path): x for n, (path, x) in leaves if n not in of_collections}
 
     return PureRun(
-        arrays=list(map(_strong, leaves)),
+        arrays=initial,
         step=step,
         evaluate=lambda arrays: _metrics(run.evaluate(opened(arrays))),
         params=lambda arrays: _full_params(opened(arrays)),
-        with_params=lambda arrays, params: jax.tree.leaves(_replace_params(opened(arrays), params)),
+        with_params=with_params,
         opt_state=opened,
-        state=lambda arrays: _other_leaves(opened(arrays)),
-        first=as_arrays(first),
-        batches=batches,
-        audited=(run.step, (state,)),
+        state=state_of,
+        audited=(run.step, state),
     )
 
 
 def _strong(leaf: PyTree) -> PyTree:
     """Returns an array that is not weakly typed, as compiled steps require."""
     array = jnp.asarray(leaf)
-    return lax.convert_element_type(array, array.dtype) if array.weak_type else array
+    is_weak = getattr(array, "weak_type", False)  # random keys have no such attribute
+    return lax.convert_element_type(array, array.dtype) if is_weak else array
 
 
 def _is_train_state(node: object) -> bool:
@@ -233,13 +243,6 @@ def _inner(tree: PyTree) -> PyTree:
     return tree[_trees.PARAMS] if _trees.has_collections(tree) else tree
 
 
-def _other_leaves(state: PyTree) -> dict[str, Array]:
-    """Returns the leaves of a state besides its parameters, by path."""
-    params = set(map(id, jax.tree.leaves(_stored(state))))
-    leaves = _trees.leaves_with_path(state)
-    return {"/".join(path): leaf for path, leaf in leaves if id(leaf) not in params}
-
-
 def _full_params(state: PyTree) -> PyTree:
     owner = _owner(state)
     if _is_train_state(owner):
@@ -248,37 +251,12 @@ def _full_params(state: PyTree) -> PyTree:
     return _inner(_stored(state))
 
 
-def _replace_params(state: PyTree, params: PyTree) -> PyTree:
-    owner = _owner(state)
-    if owner is not state:
-        replace = lambda node: _replace_params(node, params) if node is owner else node
-        return jax.tree.map(replace, state, is_leaf=_is_train_state)
-    stored = _stored(state)
-    new = _cast_like(params, _inner(stored))
-    if _trees.has_collections(stored):
-        new = _with_item(stored, new)
-    if isinstance(state, Mapping):
-        return _with_item(state, new)
-    if hasattr(state, "_replace"):
-        return state._replace(params=new)
-    return dataclasses.replace(state, params=new)
-
-
-def _with_item(tree: Any, params: PyTree) -> PyTree:
-    return type(tree)({**tree, _trees.PARAMS: params})
-
-
-def _cast_like(params: PyTree, like: PyTree) -> PyTree:
-    return jax.tree.map(lambda new, old: jnp.asarray(new, old.dtype), params, like)
-
-
 # ---------------------------------------------------------------------------
 # NNX
 # ---------------------------------------------------------------------------
 
 
-def _pure_nnx(run: TrainingRun, first: PyTree, batches: Iterator[PyTree]) -> PureRun:
-    nodes: tuple[Any, ...] = run.state
+def _pure_nnx(run: TrainingRun, nodes: tuple[Any, ...]) -> PureRun:
     graphdef, state = nnx.split(nodes)
     arrays = _trees.owned(nnx.as_pure(state))
     number = _number_of_model(nodes)
@@ -305,7 +283,8 @@ def _pure_nnx(run: TrainingRun, first: PyTree, batches: Iterator[PyTree]) -> Pur
     def with_params(arrays: PyTree, params: PyTree) -> PyTree:
         live = objects(arrays)
         like = nnx.as_pure(nnx.state(live[number], nnx.Param))
-        nnx.update(live[number], _cast_like(params, like))
+        cast = lambda new, old: jnp.asarray(new, old.dtype)
+        nnx.update(live[number], jax.tree.map(cast, params, like))
         return nnx.as_pure(nnx.split(live)[1])
 
     def opt_states(arrays: PyTree) -> list[PyTree]:
@@ -323,7 +302,7 @@ def _pure_nnx(run: TrainingRun, first: PyTree, batches: Iterator[PyTree]) -> Pur
             kinds = (nnx.Not(nnx.Param),) if index == number else ()
             values = node.opt_state if hasattr(node, "opt_state") else nnx.state(node, *kinds)
             trees[f"{type(node).__name__}[{index}]"] = nnx.as_pure(values)
-        return _other_leaves({"params": {}, **trees})
+        return {"/".join(path): leaf for path, leaf in _trees.leaves_with_path(trees)}
 
     return PureRun(
         arrays=arrays,
@@ -333,9 +312,7 @@ def _pure_nnx(run: TrainingRun, first: PyTree, batches: Iterator[PyTree]) -> Pur
         with_params=with_params,
         opt_state=opt_states,
         state=state_of,
-        first=as_arrays(first),
-        batches=batches,
-        audited=(run.step, nodes),
+        audited=(run.step, *nodes),
     )
 
 

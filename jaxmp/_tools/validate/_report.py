@@ -36,19 +36,23 @@ per step, `evaluations` an item per item of `eval_steps`.
 
 from __future__ import annotations
 
+import base64
 import dataclasses
+import functools
 import html
+import importlib
 import importlib.util
+import io
 import math
 import os
 from collections.abc import Callable, Iterator, Sequence
-from typing import ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
 from jaxmp._core._messages import install_command
-from jaxmp._tools.report import _chart, _section, _views
-from jaxmp._tools.report._page import html_document, html_sections
+from jaxmp._tools.report import _section, _views
+from jaxmp._tools.report._views import html_document, html_sections
 from jaxmp._tools.validate._compare import metric_difference, paired_interval, relative_difference
 from jaxmp._tools.validate._rows import (
     DIFFERS,
@@ -95,6 +99,7 @@ class ValidationReport(_views.Report):
     _title = "Precision validation"
     _command = "jaxmp validate run.py:make_run --json validation.json"
     _error = ValidationError
+    _summary = ("ok",)
     _schema: ClassVar = {"schema": "jaxmp.validation", "schema_version": 3}
 
     reference: str = "fp32"
@@ -180,7 +185,7 @@ class ValidationReport(_views.Report):
         first = next(tables, len(self.candidates))
         parts = html_sections(sections[:first]), _charts_of(self), html_sections(sections[first:])
         body = "\n".join(filter(None, parts))
-        return html_document(self._title, body, _chart.STYLE + _STYLE)
+        return html_document(self._title, body, "charts")
 
 
 # ---------------------------------------------------------------------------
@@ -262,10 +267,6 @@ def _worse(report: ValidationReport, new: CandidateResult, old: CandidateResult)
 # Charts
 # ---------------------------------------------------------------------------
 
-_STYLE = """
-@media (max-width: 30rem) { .jaxmp { padding: 1rem; } .jaxmp h1 { font-size: 1.15rem; } }
-"""
-
 
 def _charts_of(report: ValidationReport) -> str:
     if report.runs and importlib.util.find_spec("matplotlib") is None:
@@ -274,33 +275,21 @@ def _charts_of(report: ValidationReport) -> str:
     runs = [[run for run in report.runs if run.name == name] for name in names]
     metric, budgets = report.metric.name, _budgets(report)
     band, note = "mean of the seeds, range of the reference", "paired by seed, range of the seeds"
-    scales = _over_seeds(runs, lambda run: run.loss_scales, ranges=True)
+    note = f"{note}, dashed: budget" if budgets else note
+    label = percent if report.metric.scale == "relative" else None
+    curves = functools.partial(_over_seeds, runs)
+    held_out = curves(lambda run: run.evaluations.get(metric, ()), evaluated=True)
+    differences = curves(_difference(report), evaluated=True, ranges=True)
+    losses = curves(lambda run: _smoothed(run.losses))
+    norms = curves(lambda run: _smoothed(run.gradient_norms))
+    scales = curves(lambda run: run.loss_scales, ranges=True)
+    scales = [curve for curve in scales if any(value != 1 for value in curve.y)]
     charts = (
-        _chart.chart(
-            f"Held-out {metric}",
-            band,
-            _over_seeds(runs, lambda run: run.evaluations.get(metric, ()), evaluated=True),
-        ),
-        _chart.chart(
-            f"Difference of held-out {metric}",
-            f"{note}, dashed: budget" if budgets else note,
-            _over_seeds(runs, _difference(report), evaluated=True, ranges=True),
-            limits=budgets,
-            label=percent if report.metric.scale == "relative" else None,
-        ),
-        _chart.chart("Training loss", band, _over_seeds(runs, lambda run: _smoothed(run.losses))),
-        _chart.chart(
-            "Gradient norm",
-            band,
-            _over_seeds(runs, lambda run: _smoothed(run.gradient_norms)),
-            log=10,
-        ),
-        _chart.chart(
-            "Loss scale",
-            "range of the seeds",
-            [curve for curve in scales if any(value != 1 for value in curve.y)],
-            log=2,
-        ),
+        chart(f"Held-out {metric}", band, held_out),
+        chart(f"Difference of held-out {metric}", note, differences, limits=budgets, label=label),
+        chart("Training loss", band, losses),
+        chart("Gradient norm", band, norms, log=10),
+        chart("Loss scale", "range of the seeds", scales, log=2),
     )
     images = "".join(charts)
     return f'<h2>Training</h2><div class="charts">{images}</div>' if images else ""
@@ -312,7 +301,7 @@ def _over_seeds(
     *,
     evaluated: bool = False,
     ranges: bool = False,
-) -> list[_chart.Curve]:
+) -> list[Curve]:
     """Returns the mean over the seeds of each run; the reference, or all with `ranges`, as band.
 
     Args:
@@ -330,7 +319,7 @@ def _over_seeds(
         band = (list(map(min, columns)), list(map(max, columns))) if ranges or style == 0 else ()
         x = records[0].eval_steps[: len(columns)] if evaluated else range(len(columns))
         mean = [sum(column) / len(column) for column in columns]
-        curves.append(_chart.Curve(x, mean, style, records[0].name, *band))
+        curves.append(Curve(x, mean, style, records[0].name, *band))
     return curves
 
 
@@ -369,3 +358,107 @@ def _smoothed(values: Sequence[float]) -> list[float]:
         total, weight = keep * total + (1 - keep) * value, keep * weight + 1 - keep
         smooth.append(total / weight)
     return smooth
+
+
+# ---------------------------------------------------------------------------
+# Drawing, by matplotlib for the light and dark scheme
+# ---------------------------------------------------------------------------
+
+
+# Dashes distinguish the curves without colors; the reference is 0, solid.
+_DASHES = ("-", "-", "--", ":", "-.", (0, (10, 4)))
+# Colors of the text and of the curves, with a contrast of at least 4.5 to the page (WCAG 2.2, AA).
+_LIGHT = ("#59636e", "#1f2328", "#0067b0", "#b94700", "#00765a", "#9a3b7f", "#7a6200")
+_DARK = ("#9198a1", "#e6edf3", "#56b4e9", "#f28c4a", "#2fbf95", "#dd8ec0", "#e0c341")
+
+
+class Curve(NamedTuple):
+    """Curve of a chart.
+
+    Args:
+      x: increasing positions.
+      y: values; non-finite ones interrupt the curve.
+      style: index of color and dashes; 0 is the reference.
+      name: its name in the legend.
+      low: lower bounds of a band around the curve; () without a band.
+      high: upper bounds of the band.
+    """
+
+    x: Sequence[float]
+    y: Sequence[float]
+    style: int
+    name: str
+    low: Sequence[float] = ()
+    high: Sequence[float] = ()
+
+
+def chart(
+    title: str,
+    note: str,
+    curves: Sequence[Curve],
+    *,
+    log: int = 0,
+    limits: Sequence[float] = (),
+    label: Callable[[float], str] | None = None,
+) -> str:
+    """Returns a figure with curves over the training step; "" without a finite value.
+
+    Args:
+      title: the quantity.
+      note: its unit, or the meaning of the band.
+      curves: the curves, in the order in which they are drawn.
+      log: 0 for a linear vertical axis; 2 or 10 for a logarithmic one with this base, which shows
+        positive values only, unless they differ by less than this factor.
+      limits: values at which a dashed horizontal line is drawn.
+      label: the text of a value on the vertical axis.
+    """
+    values = [value for curve in curves for value in curve.y]
+    values = [value for value in values if math.isfinite(value) and (value > 0 or not log)]
+    if not values:
+        return ""
+    if log and max(values) < log * min(values):
+        log = 0  # a logarithmic axis of this range would have a single label
+    light, dark = (_drawn(curves, log, limits, label, *colors) for colors in (_LIGHT, _DARK))
+    name = html.escape(f"{title}, {note}", quote=True)
+    return (
+        f"<figure><figcaption>{html.escape(title)} <span>{html.escape(note)}</span></figcaption>"
+        f'<picture><source media="(prefers-color-scheme: dark)" srcset="{dark}">'
+        f'<img src="{light}" alt="{name}"></picture></figure>'
+    )
+
+
+def _drawn(
+    curves: Sequence[Curve],
+    log: int,
+    limits: Sequence[float],
+    label: Callable[[float], str] | None,
+    ink: str,
+    *colors: str,
+) -> str:
+    """Returns the image of a chart as a data URL."""
+    names = ("matplotlib.figure", "matplotlib.ticker")  # an optional dependency
+    figures, ticker = map(importlib.import_module, names)
+    figure = figures.Figure(figsize=(4, 2.6), layout="constrained")
+    axes: Any = figure.subplots()
+    if log:
+        axes.set_yscale("log", base=log, nonpositive="mask")
+    if label is not None:
+        axes.yaxis.set_major_formatter(lambda value, _: label(value))
+    axes.xaxis.set_major_locator(ticker.MaxNLocator(5, integer=True))
+    for limit in limits:
+        axes.axhline(limit, color=ink, linewidth=0.8, linestyle="--")
+    for curve in curves:
+        style, text = curve.style % len(_DASHES), curve.name.replace("$", r"\$")
+        if curve.low:
+            band = {"color": colors[style], "alpha": 0.16, "linewidth": 0}
+            axes.fill_between(curve.x, curve.low, curve.high, **band)
+        line = {"color": colors[style], "linestyle": _DASHES[style], "linewidth": 1.3}
+        axes.plot(curve.x, curve.y, label=text, **line)
+    axes.grid(axis="y", color=ink, alpha=0.25)
+    axes.spines[:].set_visible(False)
+    axes.tick_params(which="both", left=False, bottom=False, labelcolor=ink)
+    axes.set_xlabel("step", loc="right", color=ink)
+    axes.legend(frameon=False, labelcolor=ink, fontsize=8)
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png", dpi=200, transparent=True)
+    return f"data:image/png;base64,{base64.b64encode(buffer.getvalue()).decode()}"

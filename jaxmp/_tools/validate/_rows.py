@@ -7,7 +7,15 @@ import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from jaxmp._tools.report._section import Fix, Section, counted, grouped, module_text, nonempty
+from jaxmp._tools.report._section import (
+    Fix,
+    Section,
+    counted,
+    grouped,
+    module_text,
+    nonempty,
+    table,
+)
 
 if TYPE_CHECKING:
     from jaxmp._tools.validate._report import ValidationReport
@@ -353,20 +361,16 @@ def _figures(report: ValidationReport) -> Section:
         f"initial parameters and batches as {report.reference}. {report.metric.reason} "
         f"{report.test}"
     )
-    rows = tuple(
-        (
-            each.name,
-            label(comparison.name),
-            figure_text(comparison.value, comparison.scale, sign=comparison.name not in _ERRORS),
-            _interval_text(comparison),
-            figure_text(comparison.budget, comparison.scale, sign=False),
-            comparison.verdict,
-        )
-        for each in report.candidates
-        for comparison in each.checks
+    columns = (
+        ("candidate", lambda row: row[0]),
+        ("figure", lambda row: label(row[1].name)),
+        ("value", lambda row: _text(row[1], row[1].value, sign=row[1].name not in _ERRORS)),
+        ("95 % interval", lambda row: _interval_text(row[1])),
+        ("budget", lambda row: _text(row[1], row[1].budget, sign=False)),
+        ("verdict", lambda row: row[1].verdict),
     )
-    columns = ("candidate", "figure", "value", "95 % interval", "budget", "verdict")
-    return Section("Figures and budgets", text.strip(), columns, rows)
+    rows = [(each.name, check) for each in report.candidates for check in each.checks]
+    return table("Figures and budgets", rows, columns, text.strip())
 
 
 def label(name: str) -> str:
@@ -383,67 +387,58 @@ def figure_text(value: float, scale: str, *, sign: bool = True) -> str:
     return f"{100 * value:{plus}.3g} %" if scale == "relative" else f"{value:{plus}.3g}"
 
 
+def _text(comparison: Comparison, value: float, *, sign: bool = True) -> str:
+    return figure_text(value, comparison.scale, sign=sign)
+
+
 def _interval_text(comparison: Comparison) -> str:
-    if comparison.low is None or comparison.high is None:
-        return ""
-    low, high = (figure_text(x, comparison.scale) for x in (comparison.low, comparison.high))
-    return f"{low} to {high}"
+    bounds = [x for x in (comparison.low, comparison.high) if x is not None]
+    return " to ".join(_text(comparison, x) for x in bounds)
 
 
 def _candidate_sections(
     report: ValidationReport, candidate: CandidateResult, full: bool
 ) -> list[Section]:
-    sections = [
-        Section(
-            f"{candidate.name}: training",
-            candidate.power.text,
-            ("quantity", "value"),
-            training_rows(candidate.training),
-        ),
-        Section(
-            f"{candidate.name}: phases",
-            "",
-            ("phase", "verdict", "decided by"),
-            tuple((each.name, each.verdict, each.text) for each in candidate.phases),
-        ),
-        _gradients(candidate),
-        _modules(candidate, full),
-    ]
-    if full:
-        sections.append(_pairs(report, candidate))
-    return sections
-
-
-def training_rows(training: TrainingRow) -> tuple[tuple[str, str], ...]:
-    """Returns (quantity, value) of the comparison of the whole training."""
+    name, training = candidate.name, candidate.training
     low, high = training.final_loss_scale
-    scale = f"{low:g}" if low == high else f"{low:g} to {high:g}"
-    return (
+    quantities = (
         ("distance of the loss curves", percent(training.curve_distance)),
         ("distance between seeds of the reference", percent(training.curve_band)),
         ("steps within the range of these seeds", f"{100 * training.curve_inside:.0f} %"),
         ("gradient norms over those of the reference", f"{training.gradient_norm_ratio:.4g}"),
         ("skipped steps", str(training.skipped)),
-        ("final loss scale", scale),
+        ("final loss scale", f"{low:g}" if low == high else f"{low:g} to {high:g}"),
     )
-
-
-def _gradients(candidate: CandidateResult) -> Section:
-    rows = tuple(
-        (
-            str(row.step),
-            percent(row.error),
-            f"{row.cosine:.6f}",
-            percent(row.underflow),
-            percent(row.nonfinite),
-            percent(row.stalled),
-            f"{row.update_ratio:.4g}",
-        )
-        for row in candidate.gradients
+    phases = (
+        ("phase", lambda each: each.name),
+        ("verdict", lambda each: each.verdict),
+        ("decided by", lambda each: each.text),
     )
-    columns = ("step", "error", "cosine", "became zero", "not finite", "unchanged parameters")
-    columns += ("update size",)
-    return Section(f"{candidate.name}: gradients", candidate.origin.text, columns, rows)
+    gradients = (
+        ("step", lambda row: str(row.step)),
+        ("error", lambda row: percent(row.error)),
+        ("cosine", lambda row: f"{row.cosine:.6f}"),
+        ("became zero", lambda row: percent(row.underflow)),
+        ("not finite", lambda row: percent(row.nonfinite)),
+        ("unchanged parameters", lambda row: percent(row.stalled)),
+        ("update size", lambda row: f"{row.update_ratio:.4g}"),
+    )
+    pairs = (
+        ("seed", lambda pair: str(pair.seed)),
+        (report.reference, lambda pair: f"{pair.reference:.6g}"),
+        (name, lambda pair: f"{pair.candidate:.6g}"),
+        ("difference", lambda pair: figure_text(pair.difference, report.metric.scale)),
+    )
+    sections = [
+        Section(f"{name}: training", candidate.power.text, ("quantity", "value"), quantities),
+        table(f"{name}: phases", candidate.phases, phases),
+        table(f"{name}: gradients", candidate.gradients, gradients, candidate.origin.text),
+        _modules(candidate, full),
+    ]
+    if full:
+        title = f"{name}: {report.metric.name} by seed"
+        sections.append(table(title, candidate.pairs, pairs))
+    return sections
 
 
 def _modules(candidate: CandidateResult, full: bool) -> Section:
@@ -480,17 +475,3 @@ def percent(value: float | None) -> str:
     if value is None:
         return ""
     return f"{100 * value:.3g} %" if math.isfinite(value) else "infinite"
-
-
-def _pairs(report: ValidationReport, candidate: CandidateResult) -> Section:
-    rows = tuple(
-        (
-            str(pair.seed),
-            f"{pair.reference:.6g}",
-            f"{pair.candidate:.6g}",
-            figure_text(pair.difference, report.metric.scale),
-        )
-        for pair in candidate.pairs
-    )
-    columns = ("seed", report.reference, candidate.name, "difference")
-    return Section(f"{candidate.name}: {report.metric.name} by seed", "", columns, rows)

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeAlias
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
-from flax import nnx
 
 from jaxmp._core import _trees, _typing
 from jaxmp._policies import _recipe
@@ -76,64 +73,6 @@ RETURNED = "return jaxmp.TrainingRun(state=state, step=step, batches=batches, ev
 
 
 # ---------------------------------------------------------------------------
-# Arguments
-# ---------------------------------------------------------------------------
-
-
-def check_model_arguments(
-    model: object, loss_fn: object, batches: object, optimizer: object, held_out: object
-) -> None:
-    """Checks the types of a model and of the arguments that come with it.
-
-    Raises:
-      ValidationError: naming the first argument of another type, and a correct one.
-    """
-    _check_model(model)
-    if not callable(loss_fn):
-        raise ValidationError(
-            f"loss_fn={loss_fn!r} is not a function. Pass loss_fn=lambda model, batch: ..."
-        )
-    if isinstance(batches, (Iterator, Mapping)) or not isinstance(batches, (Iterable, Callable)):
-        reason = "can be read only once" if isinstance(batches, Iterator) else "has no batches"
-        raise ValidationError(
-            f"batches is a {type(batches).__name__}, which {reason}: every recipe and seed reads "
-            "the batches from the start. Pass a list, batches=list(...), or a function from the "
-            "seed to the batches, batches=lambda seed: make_batches(seed)."
-        )
-    if not (hasattr(optimizer, "init") and hasattr(optimizer, "update")):
-        raise ValidationError(
-            f"optimizer={optimizer!r} is not an optax transformation. Pass one, such as "
-            "optimizer=optax.adamw(3e-4)."
-        )
-    if isinstance(held_out, Mapping) or not hasattr(held_out, "__len__"):
-        raise ValidationError(
-            f"held_out is a {type(held_out).__name__}, not a list of batches. Pass a list, such as "
-            "held_out=[batch]."
-        )
-    if not len(held_out):  # type: ignore[arg-type]
-        raise ValidationError("held_out is empty. Pass at least one batch: held_out=[batch].")
-
-
-def _check_model(model: object) -> None:
-    if isinstance(model, nn.Module):
-        return
-    is_class = isinstance(model, type)
-    cls = model if is_class else type(model)
-    takes_rngs = is_class and "rngs" in inspect.signature(model.__init__).parameters
-    if (
-        takes_rngs
-        or issubclass(cls, nn.Module)
-        or isinstance(model, nnx.Module)
-        or not callable(model)
-    ):
-        raise ValidationError(
-            f"The model is {'the class' if is_class else 'of type'} {cls.__name__}. Pass a Linen "
-            "module, such as Net(), or a function from the seed to an NNX module, of which every "
-            "recipe and seed trains a new one: lambda seed: Net(rngs=nnx.Rngs(seed))."
-        )
-
-
-# ---------------------------------------------------------------------------
 # Runs
 # ---------------------------------------------------------------------------
 
@@ -166,19 +105,6 @@ def check_run(run: object, name: str) -> TrainingRun:
             f"{type(run.batches).__name__}. Pass a list, an array or a generator of batches."
         )
     return run
-
-
-def check_batch(first: _typing.PyTree, batch: _typing.PyTree, name: str, number: int) -> None:
-    """Checks that a batch has the shapes and dtypes of the first one, as compiled steps require.
-
-    Raises:
-      ValidationError: naming the first array that differs.
-    """
-    if path := first_difference(first, batch):
-        raise ValidationError(
-            f"Batch {number} of {name} differs from batch 0 in {path}. All batches need the same "
-            "structure, shapes and dtypes: leave out the last batch if it is smaller."
-        )
 
 
 def check_state(old: _typing.PyTree, new: _typing.PyTree) -> None:

@@ -1,20 +1,116 @@
-"""Trains one recipe with one seed."""
+"""Trains one recipe with one seed, in the phases of the recipe."""
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import itertools
 import re
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jaxmp._core import _trees, _typing
+from jaxmp._policies import _recipe
 from jaxmp._tools.report import _progress
-from jaxmp._tools.validate import _phases, _pure, _report, _rows, _run
+from jaxmp._tools.validate import _pure, _report, _rows, _run
+from jaxmp.errors import ValidationError
+
+T = TypeVar("T")
+
+
+class PhaseSteps(NamedTuple):
+    """Steps in which a run trains with a recipe without phases, from `start` to before `stop`."""
+
+    name: str
+    recipe: _recipe.Recipe
+    start: int
+    stop: int
+
+    def record_of(self, record: _rows.TrainingRecord) -> _rows.TrainingRecord:
+        """Returns a record of the steps of the phase, with the evaluations until its end."""
+        steps, (start, stop) = slice(self.start, self.stop), self[2:]
+        count = sum(step <= stop for step in record.eval_steps)
+        return dataclasses.replace(
+            record,
+            losses=record.losses[steps],
+            gradient_norms=record.gradient_norms[steps],
+            loss_scales=record.loss_scales[steps],
+            skipped=tuple(n - start for n in record.skipped if start <= n < stop),
+            eval_steps=record.eval_steps[:count],
+            evaluations={name: values[:count] for name, values in record.evaluations.items()},
+        )
+
+    def differences_of(self, result: _rows.CandidateResult) -> _rows.CandidateResult:
+        """Returns a result with its differences at the compared steps of the phase."""
+        is_own = lambda row: self.start <= row.step < self.stop
+        rows = {name: getattr(result, name) for name in ("gradients", "modules", "patterns")}
+        return dataclasses.replace(result, **{n: tuple(filter(is_own, rows[n])) for n in rows})
+
+
+def phases_of(name: str, recipe: _recipe.Recipe, steps: int) -> list[PhaseSteps]:
+    """Returns the phases of a run; one phase for a recipe without phases.
+
+    Args:
+      name: name of the reference or candidate; that of a phase is such as "mine@900".
+      recipe: its recipe.
+      steps: number of steps of the run.
+
+    Raises:
+      ValidationError: if the run ends before a phase begins.
+    """
+    starts = [0, *(phase.from_step for phase in recipe.phases)]
+    if starts[-1] >= steps:
+        earlier = [
+            {**phase.settings(), "rules": list(phase.rules), "from_step": number}
+            for number, phase in enumerate(recipe.phases, start=max(1, steps // 2))
+        ]
+        raise ValidationError(
+            f"The recipe {name!r} has a phase from step {starts[-1]}, and validate trains for "
+            f"{steps} steps. Pass steps={starts[-1] + 1} or more, or move the phase:\n"
+            f"    recipe = recipe.replace(phases={earlier})"
+        )
+    stops = [*starts[1:], steps]
+    names = [name] if len(starts) == 1 else [f"{name}@{start}" for start in starts]
+    return [
+        PhaseSteps(*each) for each in zip(names, recipe.split_phases(), starts, stops, strict=True)
+    ]
+
+
+def make_runs(
+    make_run: _run.MakeRun, phases: Sequence[PhaseSteps], steps: int, seed: int
+) -> dict[int, _pure.PureRun]:
+    """Returns the run of each phase by its first step. All phases have the state of the first one.
+
+    Raises:
+      ValidationError: if they have states of other shapes.
+    """
+    runs = {}
+    for phase in phases:
+        call = f"make_run({phase.name!r}, {seed})"
+        runs[phase.start] = _pure.as_pure(make_run(phase.recipe, seed), call, steps)
+        difference = _run.first_difference(runs[0].arrays, runs[phase.start].arrays)
+        if difference is not None:
+            raise ValidationError(
+                f"{call} returned another state than for {phases[0].name!r}: {difference}. All "
+                "phases have one train state. Make it from the recipe alone:\n"
+                "    variables = recipe.wrap(model).init(jax.random.key(seed), x)"
+            )
+    return runs
+
+
+def at_step(phases: Mapping[int, T], step: int) -> T:
+    """Returns the value of the phase of a step, from the values by the first step of each."""
+    return phases[max(start for start in phases if start <= step)]
+
+
+# ---------------------------------------------------------------------------
+# Programs
+# ---------------------------------------------------------------------------
+
 
 # Called before step `n` with (n, arrays, batch), if `n` is a step to compare.
 OnCompare = Callable[[int, _typing.PyTree, _typing.PyTree], None]
@@ -35,19 +131,23 @@ class StepRow(NamedTuple):
     skipped: _typing.Array
 
 
-# (arrays, batch) -> (arrays, measurements).
-Advance = Callable[[_typing.PyTree, _typing.PyTree], tuple[_typing.PyTree, StepRow]]
-
-
 class Program(NamedTuple):
-    """A compiled step, and the evaluation of its arrays."""
+    """A compiled step, (arrays, batch) -> (arrays, `StepRow`), and the evaluation of its arrays."""
 
-    advance: Advance
-    evaluate: Callable[[_typing.PyTree], dict[str, _typing.Array]]
+    advance: Callable[..., Any]
+    evaluate: Callable[..., Any]
 
 
-def compile_step(run: _pure.PureRun) -> Advance:
-    """Compiles the step of a run, so that it donates its arrays and returns a `StepRow`."""
+def compile_run(
+    run: _pure.PureRun, compiled: dict[str, Callable[..., Any]], step: str, evaluation: str
+) -> Program:
+    """Returns the programs of a run, of which those with equal hashes are compiled once.
+
+    Args:
+      run: the run. Its compiled step donates its arrays, and returns a `StepRow`.
+      compiled: hash -> program.
+      step, evaluation: the hashes of the run.
+    """
 
     def advance(arrays: _typing.PyTree, batch: _typing.PyTree) -> tuple[_typing.PyTree, StepRow]:
         before = run.opt_state(arrays)
@@ -56,7 +156,12 @@ def compile_step(run: _pure.PureRun) -> Advance:
         norm = jnp.float32(_NO_NORM) if result.grads is None else global_norm(result.grads)
         return new, StepRow(result.loss, norm, _pure.loss_scale_of(before), skipped)
 
-    return jax.jit(advance, donate_argnums=0).lower(run.arrays, run.first).compile()
+    if step not in compiled:
+        lowered = jax.jit(advance, donate_argnums=0).lower(run.arrays, run.first)
+        compiled[step] = lowered.compile()
+    if evaluation and evaluation not in compiled:
+        compiled[evaluation] = jax.jit(run.evaluate)
+    return Program(compiled[step], compiled.get(evaluation, run.evaluate))
 
 
 def global_norm(tree: _typing.PyTree) -> _typing.Array:
@@ -66,25 +171,13 @@ def global_norm(tree: _typing.PyTree) -> _typing.Array:
     return jnp.sqrt(jnp.sum(jnp.stack(squares))) if squares else jnp.float32(0)
 
 
-class Hashes(NamedTuple):
-    """Hashes of a traced run: seeds with equal ones share a compiled program.
-
-    Args:
-      step: hash of the step.
-      evaluation: hash of the evaluation; "" if JAX cannot trace it.
-    """
-
-    step: str
-    evaluation: str
-
-    @classmethod
-    def of(cls, run: _pure.PureRun) -> Hashes:
-        """Returns the hashes of a run."""
-        try:
-            evaluation = _hash(run.evaluate, run.arrays)
-        except _UNTRACEABLE:
-            evaluation = ""
-        return cls(_hash(run.step, run.arrays, run.first), evaluation)
+def hashes_of(run: _pure.PureRun) -> tuple[str, str]:
+    """Returns the hashes of a traced step and of the evaluation, "" if JAX cannot trace it."""
+    try:
+        evaluation = _hash(run.evaluate, run.arrays)
+    except _UNTRACEABLE:
+        evaluation = ""
+    return _hash(run.step, run.arrays, run.first), evaluation
 
 
 def _hash(function: Callable[..., _typing.PyTree], *args: _typing.PyTree) -> str:
@@ -129,16 +222,21 @@ def train(
     rows: list[StepRow] = []
     evaluations: list[dict[str, Any]] = []
     # A state is evaluated by the phase that has trained it.
-    evaluate = lambda step, arrays: _phases.at_step(programs, max(step - 1, 0)).evaluate(arrays)
+    evaluate = lambda step, arrays: at_step(programs, max(step - 1, 0)).evaluate(arrays)
     for step, batch in enumerate(itertools.islice(run.batches, steps)):
         if step in plan.eval_steps:
             evaluations.append(jax.device_get(evaluate(step, arrays)))
         data = _pure.checksum(batch, data)
         loaded = _pure.as_arrays(batch)
-        _run.check_batch(run.first, loaded, f"{name}, seed {seed},", step)
+        if path := _run.first_difference(run.first, loaded):
+            raise ValidationError(
+                f"Batch {step} of {name}, seed {seed}, differs from batch 0 in {path}. All batches "
+                "need the same structure, shapes and dtypes: leave out the last batch if it is "
+                "smaller."
+            )
         if step in plan.compare_steps:
             on_compare(step, arrays, loaded)
-        arrays, row = _phases.at_step(programs, step).advance(arrays, loaded)
+        arrays, row = at_step(programs, step).advance(arrays, loaded)
         rows.append(row)
         on_step()
     if len(rows) < steps:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias, cast
 
 import flax.linen as nn
@@ -119,19 +120,12 @@ def validate(
             f"{name!r} is both the reference and a candidate. Name the candidate differently: "
             f"recipes={{'my_{name}': recipe}}."
         )
+    recipes = {name: reference, **candidates}
     settings = _driver.Settings(
-        reference=reference,
-        candidates=candidates,
+        recipes=recipes,
         budgets=_budget.resolve_budgets(budgets, candidates),
         directions=_budget.check_directions({} if metrics is None else metrics),
-        plan=_driver.planned_report(
-            name,
-            _as_seeds(seeds),
-            steps,
-            eval_every,
-            compare_steps,
-            {name: reference, **candidates},
-        ),
+        plan=_driver.planned_report(_as_seeds(seeds), steps, eval_every, compare_steps, recipes),
     )
     if resume is not None:
         settings = settings._replace(earlier=_as_earlier(resume, settings.plan))
@@ -260,7 +254,7 @@ def make_model_runs(
     Raises:
       ValidationError: if an argument has another type.
     """
-    _run.check_model_arguments(model, loss_fn, batches, optimizer, held_out)
+    _check_model_arguments(model, loss_fn, batches, optimizer, held_out)
 
     def make_run(recipe: _recipe.Recipe, seed: int) -> _run.TrainingRun:
         made = model if isinstance(model, nn.Module) else model(seed)
@@ -278,6 +272,59 @@ def make_model_runs(
         return _run.TrainingRun(state=state, step=step, batches=stream, evaluate=evaluate)
 
     return make_run
+
+
+def _check_model_arguments(
+    model: object, loss_fn: object, batches: object, optimizer: object, held_out: object
+) -> None:
+    """Checks the types of a model and of the arguments that come with it.
+
+    Raises:
+      ValidationError: naming the first argument of another type, and a correct one.
+    """
+    _check_model(model)
+    if not callable(loss_fn):
+        raise ValidationError(
+            f"loss_fn={loss_fn!r} is not a function. Pass loss_fn=lambda model, batch: ..."
+        )
+    if isinstance(batches, (Iterator, Mapping)) or not isinstance(batches, (Iterable, Callable)):
+        reason = "can be read only once" if isinstance(batches, Iterator) else "has no batches"
+        raise ValidationError(
+            f"batches is a {type(batches).__name__}, which {reason}: every recipe and seed reads "
+            "the batches from the start. Pass a list, batches=list(...), or a function from the "
+            "seed to the batches, batches=lambda seed: make_batches(seed)."
+        )
+    if not (hasattr(optimizer, "init") and hasattr(optimizer, "update")):
+        raise ValidationError(
+            f"optimizer={optimizer!r} is not an optax transformation. Pass one, such as "
+            "optimizer=optax.adamw(3e-4)."
+        )
+    if isinstance(held_out, Mapping) or not hasattr(held_out, "__len__"):
+        raise ValidationError(
+            f"held_out is a {type(held_out).__name__}, not a list of batches. Pass a list, such as "
+            "held_out=[batch]."
+        )
+    if not len(held_out):  # type: ignore[arg-type]
+        raise ValidationError("held_out is empty. Pass at least one batch: held_out=[batch].")
+
+
+def _check_model(model: object) -> None:
+    if isinstance(model, nn.Module):
+        return
+    is_class = isinstance(model, type)
+    cls = model if is_class else type(model)
+    takes_rngs = is_class and "rngs" in inspect.signature(model.__init__).parameters
+    if (
+        takes_rngs
+        or issubclass(cls, nn.Module)
+        or isinstance(model, nnx.Module)
+        or not callable(model)
+    ):
+        raise ValidationError(
+            f"The model is {'the class' if is_class else 'of type'} {cls.__name__}. Pass a Linen "
+            "module, such as Net(), or a function from the seed to an NNX module, of which every "
+            "recipe and seed trains a new one: lambda seed: Net(rngs=nnx.Rngs(seed))."
+        )
 
 
 # State, step, and a function of the state and the held-out batches that returns their losses.
