@@ -1911,8 +1911,8 @@ MUTATIONS = [
     Mutation(
         "another learning rate of Adam is taken for clipping",
         "jaxmp/_tools/validate/_probe.py",
-        "min(error, 1.0), factor\n        return\n",
-        "min(error, 1.0), factor\n",
+        "error=error, factor=factor)\n        return\n",
+        "error=error, factor=factor)\n",
         ("test_validate_trials.py::test_another_learning_rate_of_adam",),
     ),
     Mutation(

@@ -1,24 +1,4 @@
-"""Arguments and outputs that commands share, and the user's functions that they name.
-
-The help of the arguments is this, unless the docstring of a command has an entry of its own.
-
-Args:
-  function: package.module:function, or file.py:function. It takes the recipe, or nothing, and
-    returns the step and its arguments, which may be shapes. With --script: the arguments of the
-    script; those that are also options of this command go after --.
-  html: Write the report as an HTML page.
-  json: Write the result as JSON; - prints it instead of the text.
-  max_seconds: With --script: maximum run time of it.
-  name: With --script: read only this function.
-  path: Directory of a run, or of one of its steps.
-  recipe: Name of a recipe, path ending in .toml, or policy string such as p=f32,c=bf16,o=f32.
-  script: Run a training script, and read the steps that it calls. -m MODULE runs a module.
-  share: Share of the memory that JAX allocates, by default that of the environment variable
-    XLA_PYTHON_CLIENT_MEM_FRACTION, or 0.75.
-  step: The step; by default the latest.
-  target: Chip, such as h200 or v6e, or a TOML file that describes one. It does not have to be
-    present.
-"""
+"""Arguments and outputs that commands share, and the user's functions that they name."""
 
 from __future__ import annotations
 
@@ -67,35 +47,76 @@ def _set_share(share: float | None) -> float | None:
     return share
 
 
-JsonOption = Annotated[str | None, typer.Option("--json", metavar="FILE")]
-HtmlOption = ScriptOption = Annotated[str | None, typer.Option(metavar="FILE")]
-NameOption = Annotated[str | None, typer.Option("--function", metavar="NAME")]
-PathArgument = Annotated[Path, typer.Argument(metavar="PATH")]
-SecondsOption = Annotated[float, typer.Option(callback=_check_seconds)]
-ShareOption = Annotated[float | None, typer.Option(callback=_set_share)]
-StepArgument = Annotated[list[str] | None, typer.Argument(metavar="FUNCTION | ARGUMENTS...")]
+RecipeArgument = Annotated[
+    str,
+    typer.Argument(
+        help="Name of a recipe, path ending in .toml, or policy string such as p=f32,c=bf16,o=f32."
+    ),
+]
+JsonOption = Annotated[
+    str | None,
+    typer.Option(
+        "--json", metavar="FILE", help="Write the result as JSON; - prints it instead of the text."
+    ),
+]
+HtmlOption = Annotated[
+    str | None, typer.Option(metavar="FILE", help="Write the report as an HTML page.")
+]
+ScriptOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="FILE",
+        help="Run a training script, and read the steps that it calls. -m MODULE runs a module.",
+    ),
+]
+NameOption = Annotated[
+    str | None,
+    typer.Option("--function", metavar="NAME", help="With --script: read only this function."),
+]
+SecondsOption = Annotated[
+    float, typer.Option(callback=_check_seconds, help="With --script: maximum run time of it.")
+]
+TargetOption = Annotated[
+    str | None,
+    typer.Option(
+        help="Chip, such as h200 or v6e, or a TOML file that describes one. It does not have to be"
+        " present."
+    ),
+]
+ShareOption = Annotated[
+    float | None,
+    typer.Option(
+        callback=_set_share,
+        help="Share of the memory that JAX allocates, by default that of the environment variable"
+        " XLA_PYTHON_CLIENT_MEM_FRACTION, or 0.75.",
+    ),
+]
+PathArgument = Annotated[
+    Path, typer.Argument(help="Directory of a run, or of one of its steps.", metavar="PATH")
+]
+StepOption = Annotated[int | None, typer.Option(help="The step; by default the latest.")]
+StepArgument = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="FUNCTION | ARGUMENTS...",
+        help="package.module:function, or file.py:function. It takes the recipe, or nothing, and"
+        " returns the step and its arguments, which may be shapes. With --script: the arguments of"
+        " the script; those that are also options of this command go after --.",
+    ),
+]
 
 
 def document(function: Callable[..., Any]) -> str:
-    """Returns the help of a command, and adds that of its arguments: its docstring and `Args:`."""
-    shared = _entries(__doc__ or "")
-    parameters = inspect.signature(function).parameters
-    for name, text in (shared | _entries(function.__doc__ or "")).items():
-        if name in parameters:
-            hint, default = parameters[name].annotation, parameters[name].default
-            made = typer.Argument() if default is inspect.Parameter.empty else typer.Option()
-            plain, option = get_args(hint) if hasattr(hint, "__metadata__") else (hint, made)
-            option = copy.copy(option)
-            option.help = text
-            function.__annotations__[name] = Annotated[plain, option]
-    return inspect.cleandoc(function.__doc__ or "").partition("\nArgs:\n")[0]
-
-
-def _entries(docstring: str) -> dict[str, str]:
-    """Returns the entries of a docstring's `Args:` by their names."""
-    text = inspect.cleandoc(docstring).partition("\nArgs:\n")[2]
-    entries = re.findall(r"^  (\w+): (.+?)(?=\n  \w|\Z)", text, re.DOTALL | re.MULTILINE)
-    return {name: " ".join(entry.split()) for name, entry in entries}
+    """Returns the help of a command, and adds that of its options: its docstring and `Args:`."""
+    help_, _, rest = inspect.cleandoc(function.__doc__ or "").partition("\nArgs:\n")
+    entries = re.findall(r"^  (\w+): (.+?)(?=\n  \w|\Z)", rest, re.DOTALL | re.MULTILINE)
+    for name, text in entries:
+        hint = function.__annotations__[name]
+        plain, option = get_args(hint) if hasattr(hint, "__metadata__") else (hint, typer.Option())
+        option = copy.copy(option)
+        option.help = " ".join(text.split())
+        function.__annotations__[name] = Annotated[plain, option]
+    return help_
 
 
 def only_function(command: str, arguments: list[str] | None, name: str | None) -> str:

@@ -32,7 +32,7 @@ def show_recipes(json: _arguments.JsonOption = None) -> None:
 
 
 def show_recipe(
-    recipe: str,
+    recipe: _arguments.RecipeArgument,
     ops: Annotated[bool, typer.Option("--ops")] = False,
     json: _arguments.JsonOption = None,
 ) -> None:
@@ -84,7 +84,7 @@ checkpoint = typer.Typer(help="Show and verify checkpoints.", no_args_is_help=Tr
 @checkpoint.command("show")
 def show_checkpoint(
     path: _arguments.PathArgument,
-    step: int | None = None,
+    step: _arguments.StepOption = None,
     leaves: Annotated[bool, typer.Option("--leaves")] = False,
     json: _arguments.JsonOption = None,
 ) -> None:
@@ -108,7 +108,9 @@ def show_checkpoint(
 
 @checkpoint.command()
 def verify(
-    path: _arguments.PathArgument, step: int | None = None, json: _arguments.JsonOption = None
+    path: _arguments.PathArgument,
+    step: _arguments.StepOption = None,
+    json: _arguments.JsonOption = None,
 ) -> None:
     """Read all files of a checkpoint and compare their checksums; exits with 2 if it is damaged."""
     checkpointer, step = open_run(path, step)

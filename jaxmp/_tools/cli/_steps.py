@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import typer
 
 import jaxmp
-from jaxmp._core import _compat, _targets
+from jaxmp._core import _compat, _plain, _targets
 from jaxmp._policies import _recipe
 from jaxmp._tools.cli import _arguments, _show
 from jaxmp._tools.report import _progress, _views
@@ -26,9 +26,6 @@ from jaxmp.errors import JaxmpError
 
 if TYPE_CHECKING:
     from jaxmp.typing import NonfiniteReport, PlanReport
-from typing import TYPE_CHECKING
-
-from jaxmp._core import _plain
 
 T = TypeVar("T")
 
@@ -69,7 +66,7 @@ def run_audit(
     function: _arguments.StepArgument = None,
     recipe: str | None = None,
     json: _arguments.JsonOption = None,
-    target: str | None = None,
+    target: _arguments.TargetOption = None,
     script: _arguments.ScriptOption = None,
     name: _arguments.NameOption = None,
     max_seconds: _arguments.SecondsOption = 600.0,
@@ -149,7 +146,7 @@ def _busy(description: str) -> Iterator[None]:
 def run_memory(
     function: _arguments.StepArgument = None,
     recipe: str | None = None,
-    target: str | None = None,
+    target: _arguments.TargetOption = None,
     exact: Annotated[bool | None, typer.Option("--exact/--estimate")] = None,
     share: _arguments.ShareOption = None,
     script: _arguments.ScriptOption = None,

@@ -17,7 +17,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import MappingProxyType
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -311,24 +311,15 @@ def find_patterns(row: GradientRow, reference: Probe, candidate: Probe) -> Itera
     """
     if row.nonfinite:
         return
-    for id_, text, error, *factor in _forms(row, reference, candidate):
-        yield Pattern(step=row.step, id=id_, text=text, error=error, factor=sum(factor, 0.0))
-
-
-# Fields of patterns after the step: id, text, error and factor.
-_Forms: TypeAlias = Iterator[tuple[str, str, float] | tuple[str, str, float, float]]
-
-
-def _forms(row: GradientRow, reference: Probe, candidate: Probe) -> _Forms:
     grads = [joined(probe.grads, reference.grads) for probe in (reference, candidate)]
     before, after = (joined(each.updates, reference.updates) for each in (reference, candidate))
     if row.error > _CHANGED:
-        yield from _common("gradient", *grads)
+        yield from _common(row.step, "gradient", *grads)
         yield from _frozen(row, reference.grads, candidate.grads)
     if not after.any():
         return  # a skipped step changes nothing
     if max(_CHANGED, 2 * row.error) < row.update_error < np.inf:
-        yield from _common("update", before, after)
+        yield from _common(row.step, "update", before, after)
         yield from _decayed(row, before, after, joined(candidate.params, reference.updates))
     # Moments and averages of parameters that do not change do not change, either.
     fixed = [path.replace(":", "/") for path, leaf in candidate.updates.items() if not leaf.any()]
@@ -342,13 +333,15 @@ def joined(leaves: Leaves, paths: Iterable[str]) -> np.ndarray:
     return np.concatenate([np.zeros(0), *(leaves[path].ravel() for path in paths)])
 
 
-def _common(stage: str, x: np.ndarray, y: np.ndarray) -> _Forms:
+def _common(step: int, stage: str, x: np.ndarray, y: np.ndarray) -> Iterator[Pattern]:
     """Finds a factor that all elements have in common, and elements that are clipped."""
     factor = float(x @ y / (x @ x)) if x.any() else 0.0
     error = difference(x, y).error
     if y.any() and difference(factor * x, y).error < _REST * min(abs(factor - 1), 1):
         text = f"{_SUBJECTS[stage]} {factor:.2g} times as large as in the reference, in the same "
-        yield f"{stage}_factor", f"{text}direction{_REASONS[stage]}", min(error, 1.0), factor
+        text += f"direction{_REASONS[stage]}"
+        error, id_ = min(error, 1.0), f"{stage}_factor"
+        yield Pattern(step=step, id=id_, text=text, error=error, factor=factor)
         return
     top = float(np.max(np.abs(y), initial=0.0))
     is_clipped = (np.abs(y) >= (1 - _SAME) * top) & (np.abs(x) > (1 + _CHANGED) * top)
@@ -356,10 +349,10 @@ def _common(stage: str, x: np.ndarray, y: np.ndarray) -> _Forms:
     rest = difference(x[~is_clipped], y[~is_clipped]).error if not is_clipped.all() else 0.0
     if top and is_clipped.sum() >= _CLIPPED and share >= _CLIPPED_SHARE and rest < _REST:
         text = f"{100 * share:.3g} % of the elements of the {stage} are clipped to {top:.3g}"
-        yield "clipping", text, min(error, 1.0)
+        yield Pattern(step=step, id="clipping", text=text, error=min(error, 1.0))
 
 
-def _frozen(row: GradientRow, reference: Leaves, candidate: Leaves) -> _Forms:
+def _frozen(row: GradientRow, reference: Leaves, candidate: Leaves) -> Iterator[Pattern]:
     """Finds modules whose gradient is zero, unless that of all modules is."""
     modules = _section.grouped(reference, _module_of)
     names = [
@@ -369,20 +362,24 @@ def _frozen(row: GradientRow, reference: Leaves, candidate: Leaves) -> _Forms:
         and np.linalg.norm(joined(reference, paths)) > _FROZEN * row.norm
     ]
     if 0 < len(names) < len(modules):
-        yield "zero_gradient", f"the gradient of {', '.join(names)} is zero", 1.0
+        text = f"the gradient of {', '.join(names)} is zero"
+        yield Pattern(step=row.step, id="zero_gradient", text=text, error=1.0)
 
 
-def _decayed(row: GradientRow, x: np.ndarray, y: np.ndarray, params: np.ndarray) -> _Forms:
+def _decayed(
+    row: GradientRow, x: np.ndarray, y: np.ndarray, params: np.ndarray
+) -> Iterator[Pattern]:
     """Finds an update that differs by a multiple of the parameters."""
     factor = float((y - x) @ params / (params @ params)) if params.any() else 0.0
     if factor and difference(factor * params, y - x).error < 2 * _REST:
         text = f"the update differs by {factor:.2g} times the parameters, as with another weight "
-        yield "weight_decay", f"{text}decay", min(row.update_error, 1.0)
+        error = min(row.update_error, 1.0)
+        yield Pattern(step=row.step, id="weight_decay", text=f"{text}decay", error=error)
 
 
 def _unchanging(
     row: GradientRow, reference: Leaves, candidate: Leaves, dtypes: Mapping[str, str]
-) -> _Forms:
+) -> Iterator[Pattern]:
     """Finds the leaf of the state of which most elements do not change, as in the reference."""
     shares: dict[str, float] = {}
     for path, change in reference.items():
@@ -395,7 +392,8 @@ def _unchanging(
         path = max(shares, key=lambda key: (shares[key], candidate[key].size))
         part = "" if shares[path] == 1 else f" in {100 * shares[path]:.3g} % of its elements"
         text = f"{path!r} ({dtypes[path]}) does not change{part}, as it does in the reference"
-        yield "state", text, min(shares[path] + row.update_error / 2, 1.5)
+        error = min(shares[path] + row.update_error / 2, 1.5)
+        yield Pattern(step=row.step, id="state", text=text, error=error)
 
 
 # ---------------------------------------------------------------------------
