@@ -134,7 +134,7 @@ MUTATIONS = [
     Mutation(
         "gradients are divided along the batch before they are summed",
         "jaxmp/_tools/memory/_liveness.py",
-        "is_summed = not is_apart and name not in MATMULS",
+        "is_summed = not is_apart and name not in _programs.MATMULS",
         "is_summed = True",
         ("test_memory.py::test_gradients_are_whole_before_they_are_summed_over_the_batch",),
     ),
@@ -293,7 +293,7 @@ MUTATIONS = [
     Mutation(
         "statistics: operands of kernels are not measured",
         "jaxmp/_programs/_observe.py",
-        "(*MATMULS, *_KERNELS)",
+        "(*DOTS, *_KERNELS)",
         "MATMULS",
         ("test_statistics.py::test_operands_of_kernels_are_measured",),
     ),
@@ -1309,7 +1309,7 @@ MUTATIONS = [
     Mutation(
         "the audit is silent about rounded logits of a softmax",
         "jaxmp/_tools/audit/_check_losses.py",
-        "if _uses.Use.SOFTMAX in use",
+        "if _programs.Use.SOFTMAX in use",
         "if False",
         (
             "test_audit_plants.py::test_a_planted_defect_is_found_at_its_line_and_its_fix_removes_it",
@@ -1370,7 +1370,7 @@ MUTATIONS = [
     Mutation(
         "the audit is silent about an operation of a later JAX that contains a program",
         "jaxmp/_tools/audit/_auditor.py",
-        "elif _constructs.is_unknown(op.equation):",
+        "elif _programs.is_unknown(op.equation):",
         "elif False:",
         ("test_audit.py::test_an_unknown_operation_with_a_jaxpr_is_not_inspected",),
     ),
@@ -1478,15 +1478,15 @@ MUTATIONS = [
     Mutation(
         "the audit reports matmuls that a rule wants in FP32",
         "jaxmp/_tools/audit/_check_matmuls.py",
-        "    elif allowed and _dtypes.FLOAT32 not in allowed:\n",
+        "    elif allowed and _core.FLOAT32 not in allowed:\n",
         "    elif allowed:\n",
         ("test_audit.py::test_a_rule_that_wants_fp32_makes_it_right",),
     ),
     Mutation(
         "the audit ignores full_precision",
         "jaxmp/_tools/audit/_auditor.py",
-        "        if _locations.FULL_PRECISION in names:\n"
-        "            return frozenset({_dtypes.FLOAT32})\n",
+        "        if _programs.FULL_PRECISION in names:\n"
+        "            return frozenset({_core.FLOAT32})\n",
         "",
         ("test_audit.py::test_full_precision_is_allowed",),
     ),
@@ -1897,7 +1897,7 @@ MUTATIONS = [
     Mutation(
         "emulated operations do not round",
         "jaxmp/_tools/validate/_trials.py",
-        "mode == ROUNDED, _bind.rounded_to(x, dtype), ",
+        "mode == ROUNDED, _programs.rounded_to(x, dtype), ",
         "mode == ROUNDED, x, ",
         ("test_validate_trials.py::test_emulated_roundings_are_those_of_the_step",),
     ),
@@ -1918,7 +1918,7 @@ MUTATIONS = [
     Mutation(
         "a change of a subnormal float16 value counts as none",
         "jaxmp/_tools/validate/_probe.py",
-        "_bind.rounded_to(wide, x.dtype) if",
+        "_programs.rounded_to(wide, x.dtype) if",
         "jax.lax.reduce_precision(wide, 5, 10) if",
         ("test_validate_trials.py::test_changes_of_subnormal_float16_values_are_measured",),
     ),
@@ -1933,8 +1933,8 @@ MUTATIONS = [
     Mutation(
         "a program that is run by operations does not round",
         "jaxmp/_tools/validate/_walk.py",
-        "            x = x if name in _bind.MOVES else in_stored_dtype(x, change.dtype or dtype)\n",
-        "            x = x if name in _bind.MOVES else in_stored_dtype(x, np.dtype(np.float32))\n",
+        "in _programs.MOVES else in_stored_dtype(x, change.dtype or dtype)\n",
+        "in _programs.MOVES else in_stored_dtype(x, np.dtype(np.float32))\n",
         ("test_parity.py::test_a_walk_rounds_as_the_program",),
     ),
     Mutation(

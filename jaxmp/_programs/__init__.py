@@ -18,22 +18,37 @@ Read the modules in this order:
 """
 
 # fmt: off
-from jaxmp._programs._analysis import Backward, Body, Forward, primitives
-from jaxmp._programs._bind import SCATTERS, bind
+from jaxmp._programs._analysis import (
+    Backward, Body, Forward, ModuleOutputs, gradients_of, primitives, used_inside,
+)
+from jaxmp._programs._bind import (
+    MOVES, SCATTERS, bind, bind_in_fp32, is_narrow, is_narrow_dtype, rounded_to, runs_in_fp32, wide,
+)
 from jaxmp._programs._constructs import (
-    BRANCHES, CALLS, CONSTRUCTS, CUSTOM_DERIVATIVES, LOOPS, REMATS, Form, call_of, form_of, inners,
-    scan_of, sub_jaxprs,
+    BRANCHES, CALLS, CONSTRUCTS, CUSTOM_DERIVATIVES, LOOPS, OPAQUE_CALLS, REMATS, Form, Inner,
+    call_of, cond_of, form_of, inners, is_unknown, loop_of, scan_of, sub_jaxprs, while_of,
 )
 from jaxmp._programs._in_place import InPlace
-from jaxmp._programs._interpreter import Entry, Frame, Interpreter, Place
+from jaxmp._programs._interpreter import Entry, Frame, Interpreter, Place, vary_as_here
 from jaxmp._programs._jaxprs import (
-    AUTOCAST, BACKWARD, FORWARD, QUANTIZE, Path, Traced, array_aval, equations, is_literal,
-    module_paths_of, phase_of, scope_names, trace, without_unused,
+    AUTOCAST, BACKWARD, FORWARD, QUANTIZE, RECOMPUTE, Atom, Equation, Path, Traced, array_aval,
+    equations, is_literal, module_paths_of, phase_of, scope_names, trace, with_parameters,
+    without_unused,
 )
-from jaxmp._programs._locations import FULL_PRECISION, Lines
-from jaxmp._programs._matmuls import MATMULS, count_flops, is_outer_product, matmul_of
+from jaxmp._programs._locations import (
+    FULL_PRECISION, Lines, Location, Locations, call_site, module_of, root_of,
+)
+from jaxmp._programs._matmuls import (
+    MATMULS, MX_MATMUL, Matmul, attention_flops, count_flops, is_inner_product, is_outer_product,
+    kernel_matmuls, matmul_of, multiple_of, padded,
+)
+from jaxmp._programs._observe import (
+    ACTIVATIONS, DOTS, GRADIENTS, OPERANDS, SCALES, Key, Observer, modules_of,
+)
 from jaxmp._programs._operations import (
-    Dot, arithmetic_of, dimensions_of, dot_of, is_partial, is_unique, label_of, name_of,
-    new_dtype_of, sharding_of_result,
+    Dot, arithmetic_of, axes_of, count_of_keys, dimensions_of, dot_of, exponent_of, exported_of,
+    iota_length, is_in_mesh, is_partial, is_unique, jit_of, label_of, mesh_axes_of, name_of,
+    new_dtype_of, sharding_of_result, window_of,
 )
-from jaxmp._programs._uses import EXACT, SENSITIVE, Use, Uses, wide_results
+from jaxmp._programs._static_values import Scope
+from jaxmp._programs._uses import EXACT, SENSITIVE, Use, Uses, uses, wide_results

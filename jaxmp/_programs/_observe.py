@@ -10,16 +10,16 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
 from jaxmp import _core
 from jaxmp._core import Array, _compat
+from jaxmp._core._compat import ClosedJaxpr, Jaxpr, JaxprEqn
 from jaxmp._programs import _analysis, _jaxprs, _locations, _operations
 from jaxmp._programs._constructs import inners
 from jaxmp._programs._interpreter import Frame, Interpreter, Place
 
 GRADIENTS, ACTIVATIONS, OPERANDS, SCALES = "gradients", "activations", "operands", "fp8_scales"
-MATMULS = ("dot_general", "conv_general_dilated")
+DOTS = ("dot_general", "conv_general_dilated")
 # Kernels of Pallas and cuDNN, which no interpreter enters.
 _ATTENTION = "dot_product_attention_fwd_wrapper", "dot_product_attention_bwd_wrapper"
 _KERNELS = ("pallas_call", *_ATTENTION)
@@ -113,9 +113,9 @@ class Observer(Interpreter):
             if place.phase != _jaxprs.RECOMPUTE:
                 self._quantized(operands[0], results, Key(OPERANDS, place.scopes, role, (), at))
             return results
-        if name in (*MATMULS, *_KERNELS) and not self.only_outputs:
+        if name in (*DOTS, *_KERNELS) and not self.only_outputs:
             for n, (var, x) in enumerate(zip(equation.invars, operands, strict=True)):
-                label = ("lhs", "rhs")[n] if name in MATMULS else f"operand_{n}"
+                label = ("lhs", "rhs")[n] if name in DOTS else f"operand_{n}"
                 label = label if place.phase == _jaxprs.FORWARD else "output_grad"
                 # Operands of a matmul that is computed again are left out.
                 if place.phase == _jaxprs.FORWARD or inside.is_cotangent(var):

@@ -12,7 +12,7 @@ from typing import Any
 
 import jax
 
-from jaxmp._core import _typing
+from jaxmp import _core, _programs
 
 # The order of these imports is that of the checks in reports and in the documentation.
 # isort: off
@@ -29,9 +29,8 @@ from jaxmp._tools.audit import _check_speed as _check_speed
 from jaxmp._tools.audit import _check_attention as _check_attention
 
 # isort: on
-from jaxmp._core import _compat, _targets
+from jaxmp._core import _compat
 from jaxmp._policies import _load, _recipe
-from jaxmp._programs import _static_values
 from jaxmp._tools.audit import _auditor, _checks, _make_report, _rows, _trace
 from jaxmp._tools.audit._compile import Compiled, compile_for, compile_lowered
 from jaxmp._tools.audit._report import AuditReport
@@ -41,11 +40,11 @@ from jaxmp.optim._find import check_plain_loop
 
 def audit(
     fn: Callable[..., Any],
-    *args: _typing.PyTree,
+    *args: _core.PyTree,
     recipe: _load.RecipeLike | None = None,
-    target: _targets.TargetLike | None = None,
+    target: _core.TargetLike | None = None,
     try_fixes: bool = True,
-    **kwargs: _typing.PyTree,
+    **kwargs: _core.PyTree,
 ) -> AuditReport:
     """Reports the dtypes of a program's operations, and precision defects with their fixes.
 
@@ -103,12 +102,12 @@ def audit_call(
     kwargs: dict[str, Any],
     *,
     recipe: _load.RecipeLike | None,
-    target: _targets.TargetLike | None,
+    target: _core.TargetLike | None,
     try_fixes: bool = True,
 ) -> AuditReport:
     """Audits a function whose keyword arguments may have any name, such as `target`."""
     _trace.check_function(fn, "audit")
-    chip = _compat.current_context().chip if target is None else _targets.get_target(target)
+    chip = _compat.current_context().chip if target is None else _core.get_target(target)
     data = None if recipe is None else _recipe.load_recipe(recipe)
     if data is not None and data.phases:
         options: Any = {"target": target, "try_fixes": try_fixes}
@@ -123,7 +122,7 @@ def audit_call(
         return audit_program(context, fn, args, kwargs, chip, try_fixes=try_fixes)[0]
 
 
-def _with_phase(call: _typing.PyTree, phase: _recipe.Recipe) -> _typing.PyTree:
+def _with_phase(call: _core.PyTree, phase: _recipe.Recipe) -> _core.PyTree:
     """Returns the arguments of a function with a phase of a recipe instead of the recipe.
 
     Raises:
@@ -183,7 +182,7 @@ def audit_program(
     fn: Callable[..., Any],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-    chip: _targets.Target | None,
+    chip: _core.Target | None,
     compiler: Callable[[Any, Any], tuple[str, Any]] = compile_lowered,
     *,
     try_fixes: bool = False,
@@ -197,7 +196,7 @@ def audit_program(
             auditor.findings.reads_source = has_fixes
             _check_state.label_arguments(auditor, traced)
             # Masks that attention makes for its own derivative are not the model's.
-            auditor.run(_static_values.Scope(traced.closed, stops=_checks.is_attention))
+            auditor.run(_programs.Scope(traced.closed, stops=_checks.is_attention))
         return auditor, traced
 
     def again(has_fixes: bool) -> tuple[AuditReport, list[_source.Edit]]:
@@ -205,7 +204,7 @@ def audit_program(
         report = _make_report.make_report(auditor, traced, None, function=fn, chip=None)
         return report, auditor.findings.edits
 
-    with contextlib.nullcontext() if chip is None else _targets.default_target(chip):
+    with contextlib.nullcontext() if chip is None else _core.default_target(chip):
         for arg in (*args, *kwargs.values()):
             check_plain_loop(arg)
         auditor, traced = walked()

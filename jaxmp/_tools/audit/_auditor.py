@@ -8,10 +8,9 @@ from collections.abc import Iterable
 from types import CodeType
 from typing import Any
 
-from jaxmp._core import _dtypes, _wide
+from jaxmp import _core, _programs
 from jaxmp._policies import _load, _op_table, _resolve
-from jaxmp._programs import _constructs, _jaxprs, _locations, _matmuls, _uses
-from jaxmp._programs._static_values import Scope
+from jaxmp._programs import Scope
 from jaxmp._tools.audit import _checks, _dataflow
 from jaxmp._tools.audit._labels import ConditionalFinding, Flow, Logits, WasFp8
 from jaxmp._tools.audit._rows import NOT_COUNTED, NOT_INSPECTED
@@ -38,7 +37,7 @@ class PolicyContext:
         # Scopes -> the dtypes.
         self._allowed = functools.cache(self._search)
 
-    def allowed_dtypes(self, location: _locations.Location) -> frozenset[Any]:
+    def allowed_dtypes(self, location: _programs.Location) -> frozenset[Any]:
         """Returns the dtypes in which matmuls at a location may compute; empty without policies.
 
         A program contains no module types. The dtype of a rule by type is allowed wherever a later
@@ -46,11 +45,11 @@ class PolicyContext:
         """
         return self._allowed(location.names)
 
-    def _search(self, names: _jaxprs.Path) -> frozenset[Any]:
+    def _search(self, names: _programs.Path) -> frozenset[Any]:
         if self.policies is None:
             return frozenset()
-        if _locations.FULL_PRECISION in names:
-            return frozenset({_dtypes.FLOAT32})
+        if _programs.FULL_PRECISION in names:
+            return frozenset({_core.FLOAT32})
         resolved = self.resolve(names)
         dtypes = {resolved.policy.compute_dtype}
         for other in self.policies.rules:
@@ -77,26 +76,26 @@ class PolicyContext:
         """True if the recipe requires sums of gradients over devices in FP32."""
         return self.recipe is not None and self.recipe.reduce_dtype == "float32"
 
-    def requires_fp8(self, location: _locations.Location) -> bool:
+    def requires_fp8(self, location: _programs.Location) -> bool:
         """Returns True if the policies require FP8 matmuls in linear layers at a location."""
-        if self.policies is None or _locations.FULL_PRECISION in location.names:
+        if self.policies is None or _programs.FULL_PRECISION in location.names:
             return False
         return self.resolve(location.names).scaling is not None
 
-    def resolve(self, names: _jaxprs.Path) -> _resolve.ResolvedPolicy:
+    def resolve(self, names: _programs.Path) -> _resolve.ResolvedPolicy:
         """Resolves the policy of name scopes."""
         assert self.policies is not None
-        return _resolve.resolve_first(self.policies, _jaxprs.module_paths_of(names))
+        return _resolve.resolve_first(self.policies, _programs.module_paths_of(names))
 
 
-def _before_cast(var: _jaxprs.Atom, op: _checks.OpOccurrence) -> _jaxprs.Atom:
+def _before_cast(var: _programs.Atom, op: _checks.OpOccurrence) -> _programs.Atom:
     """Returns the operand that JAX widens, because the gradient of a convolution is wider."""
     maker = op.body.maker_through(var, _LAYOUT)
     if maker is None or maker.primitive.name != "convert_element_type":
         return var
     (before,) = maker.invars
     is_widened = _checks.dtype_of(before).itemsize <= _checks.dtype_of(var).itemsize
-    is_of_call = _locations.call_site(maker) == _locations.call_site(op.equation)
+    is_of_call = _programs.call_site(maker) == _programs.call_site(op.equation)
     return before if is_widened and is_of_call else var
 
 
@@ -105,7 +104,7 @@ _KERNELS = _checks.named(
     "pallas_call mpmd_map tpu_custom_call mosaic_gpu_p ffi_call pure_callback cudnn_fusion"
     " scaled_dot scaled_matmul"
 )
-_ENTERED = _constructs.CONSTRUCTS | _constructs.OPAQUE_CALLS
+_ENTERED = _programs.CONSTRUCTS | _programs.OPAQUE_CALLS
 _FUSED_ATTENTION = "dot_product_attention_"
 
 
@@ -113,12 +112,12 @@ class Auditor:
     """Walk over one program, with its findings and counts."""
 
     def __init__(self, context: PolicyContext) -> None:
-        self.context, self.locations = context, _locations.Locations()
+        self.context, self.locations = context, _programs.Locations()
         self.findings = _checks.PendingFindings(self._is_after_gradient)
         # For checks: reports an operation.
         self.add = self.findings.add
         self.flow = Flow(context.ops)
-        self._uses: dict[Any, _uses.Use] = {}
+        self._uses: dict[Any, _programs.Use] = {}
         # The jaxpr that is being walked, in which checks look up constants.
         self.known: Scope
         self.equations = 0
@@ -126,15 +125,15 @@ class Auditor:
         # The first matmul of the backward pass that reads float16.
         self.float16_backward: _checks.OpOccurrence | None = None
         # (scopes, pass, dtype, dtype) -> [FLOPs, count].
-        self.matmuls: dict[tuple[_jaxprs.Path, str, str, str], list[int]] = {}
+        self.matmuls: dict[tuple[_programs.Path, str, str, str], list[int]] = {}
         # (scopes, pass, line) of a matmul -> the FP8 dtype that an operand has or had.
-        self.fp8: dict[tuple[_jaxprs.Path, str, tuple[str, int]], str] = {}
+        self.fp8: dict[tuple[_programs.Path, str, tuple[str, int]], str] = {}
         # Parts of the program that are not counted, and why.
         self.notes: dict[str, None] = {}
         # Values that checks collect during the walk, by type.
         self.collected: defaultdict[type, list[Any]] = defaultdict(list)
         # (scopes, line) of a matmul -> the fix of the promotion that makes it wide.
-        self.promotion_fixes: dict[tuple[_jaxprs.Path, tuple[str, int]], str] = {}
+        self.promotion_fixes: dict[tuple[_programs.Path, tuple[str, int]], str] = {}
         # Numbers of the scalar arguments by which gradients are divided.
         self.divisors: set[int] = set()
         # Bytes that the matmuls read and write, apart from those without floats.
@@ -146,15 +145,15 @@ class Auditor:
         self.after_gradient: defaultdict[str, list[tuple[list[Any], int]]] = defaultdict(list)
 
     @functools.cached_property
-    def root(self) -> _jaxprs.Path:
+    def root(self) -> _programs.Path:
         """The scope of the root module, after the walk."""
-        return _locations.root_of(self.locations.names)
+        return _programs.root_of(self.locations.names)
 
     # -- for checks -------------------------------------------------------------------------
 
-    def use_of(self, var: _jaxprs.Atom) -> _uses.Use:
+    def use_of(self, var: _programs.Atom) -> _programs.Use:
         """Returns what a value is used for in the whole program."""
-        return self._uses.get(var, _uses.Use.NONE)
+        return self._uses.get(var, _programs.Use.NONE)
 
     def report(self, cls: type[ConditionalFinding], variables: Iterable[Any], harm: str) -> None:
         """Reports conditional findings about values that have a harmful consequence.
@@ -181,10 +180,10 @@ class Auditor:
           outer: the operation that contains it.
         """
         if outer is None:
-            self._uses = _uses.uses(scope.jaxpr)
+            self._uses = _programs.uses(scope.jaxpr)
         self.known, body = scope, scope.body
-        above = _locations.Location() if outer is None else outer.location
-        for equation in _jaxprs.equations(scope.jaxpr, inside=False):
+        above = _programs.Location() if outer is None else outer.location
+        for equation in _programs.equations(scope.jaxpr, inside=False):
             location = self.locations.of(equation, above)
             self._visit(_checks.OpOccurrence(equation, location, times, body, self.findings, outer))
 
@@ -192,7 +191,7 @@ class Auditor:
         self.equations += 1
         self.has_backward |= not op.is_forward
         name, result = op.name, next(iter(op.equation.outvars), None)
-        if name in _matmuls.MATMULS:
+        if name in _programs.MATMULS:
             self._visit_matmul(op)
         labels = [function(op, self) for function in _checks.ON_OPERATION.get(name, ())]
         if name in _ENTERED:
@@ -200,7 +199,7 @@ class Auditor:
         else:
             if name in _KERNELS or name.startswith(_FUSED_ATTENTION):
                 self._count_kernel(op)
-            elif _constructs.is_unknown(op.equation):
+            elif _programs.is_unknown(op.equation):
                 self.notes[f"the operations inside of {name} at {op.where} {NOT_INSPECTED}"] = None
             labels += self._check_16_bits(op)
             self.flow.step(op)
@@ -224,11 +223,11 @@ class Auditor:
         return [function(op, dtype, self) for function in _checks.ON_16_BITS]
 
     def _enter(self, op: _checks.OpOccurrence) -> None:
-        equation, form = op.equation, _constructs.form_of(op.equation)
+        equation, form = op.equation, _programs.form_of(op.equation)
         self.flow.step(op, is_call=True)
-        inside = _constructs.inners(equation)
-        largest = self._largest(inside) if form is _constructs.Form.BRANCH else None
-        if form is _constructs.Form.WHILE:
+        inside = _programs.inners(equation)
+        largest = self._largest(inside) if form is _programs.Form.BRANCH else None
+        if form is _programs.Form.WHILE:
             loop = f"the while loop at {op.where} has an unknown number of iterations"
             self.notes[f"{loop}; one is counted"] = None
         scope = self.known
@@ -240,18 +239,18 @@ class Auditor:
         self.known = scope
 
     @staticmethod
-    def _largest(branches: list[_constructs.Inner]) -> _constructs.Inner:
+    def _largest(branches: list[_programs.Inner]) -> _programs.Inner:
         """Returns the branch with the most FLOPs, or without any, the longest."""
-        flops = lambda branch: _matmuls.count_flops(branch.jaxpr).total()
-        length = lambda branch: sum(1 for _ in _jaxprs.equations(branch.jaxpr))
+        flops = lambda branch: _programs.count_flops(branch.jaxpr).total()
+        length = lambda branch: sum(1 for _ in _programs.equations(branch.jaxpr))
         return max(branches, key=lambda branch: (flops(branch), length(branch)))
 
     # -- matmuls ----------------------------------------------------------------------------
 
     def _visit_matmul(self, op: _checks.OpOccurrence) -> None:
         """Counts and checks a matmul or convolution."""
-        matmul = _matmuls.matmul_of(op.equation)
-        if op.outer is not None and op.caller == _wide.WIDENED_MATMUL:
+        matmul = _programs.matmul_of(op.equation)
+        if op.outer is not None and op.caller == _core.WIDENED_MATMUL:
             lhs, rhs = (_checks.dtype_of(var) for var in op.outer.equation.invars[:2])
             matmul = matmul._replace(lhs=lhs, rhs=rhs)
         elif op.name == "conv_general_dilated" and op.is_backward:
@@ -269,26 +268,26 @@ class Auditor:
             self.after_gradient[op.where].append(row)
         self._record_fp8(op, matmul)
         is_float = matmul.lhs in _checks.FLOATS | {matmul.rhs}
-        if matmul.contracts and is_float and not _matmuls.is_inner_product(op.equation):
+        if matmul.contracts and is_float and not _programs.is_inner_product(op.equation):
             self.matmul_bytes += _checks.bytes_of_matmul(op)
             for function in _checks.ON_MATMUL:
                 function(op, matmul, flops, self)
-        if op.is_forward and _dtypes.FLOAT16 in dtypes:
+        if op.is_forward and _core.FLOAT16 in dtypes:
             self.flow.has_float16 = True
         if not op.is_backward:
-            self.matmul_calls.add(_locations.call_site(op.equation))
-        elif _dtypes.FLOAT16 in dtypes and self.float16_backward is None:
+            self.matmul_calls.add(_programs.call_site(op.equation))
+        elif _core.FLOAT16 in dtypes and self.float16_backward is None:
             self.float16_backward = op
 
-    def _record_fp8(self, op: _checks.OpOccurrence, matmul: _matmuls.Matmul) -> None:
-        names = [dtype.name for dtype in (matmul.lhs, matmul.rhs) if _dtypes.is_fp8(dtype)]
+    def _record_fp8(self, op: _checks.OpOccurrence, matmul: _programs.Matmul) -> None:
+        names = [dtype.name for dtype in (matmul.lhs, matmul.rhs) if _core.is_fp8(dtype)]
         labels = self.flow.labels(WasFp8, *op.operands[:2])
         names += sorted(label.name for label in labels)
         if names:
             key = op.location.names, op.location.phase, op.line
             self.fp8[key] = names[0]
 
-    def _count(self, op: _checks.OpOccurrence, matmul: _matmuls.Matmul) -> int:
+    def _count(self, op: _checks.OpOccurrence, matmul: _programs.Matmul) -> int:
         """Counts a matmul, and returns the FLOPs of all its executions."""
         flops = matmul.flops * op.times
         key = (op.location.names, op.location.phase, matmul.lhs.name, matmul.rhs.name)
@@ -299,9 +298,9 @@ class Auditor:
 
     def _count_kernel(self, op: _checks.OpOccurrence) -> None:
         """Counts the matmuls of a kernel if they are known; checks do not apply to them."""
-        matmuls = _matmuls.kernel_matmuls(op.equation)
+        matmuls = _programs.kernel_matmuls(op.equation)
         for matmul in matmuls or ():
             self._count(op, matmul)
         if matmuls is None:
-            inside = " and the operations inside of it" if _jaxprs.sub_jaxprs(op.equation) else ""
+            inside = " and the operations inside of it" if _programs.sub_jaxprs(op.equation) else ""
             self.notes[f"the FLOPs of {op.name} at {op.where}{inside} {NOT_COUNTED}"] = None

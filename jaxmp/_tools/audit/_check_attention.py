@@ -7,13 +7,11 @@ from typing import NamedTuple
 
 import numpy as np
 
+from jaxmp import _core, _programs
 from jaxmp._attention import ASKED, AttentionExplanation, _declared, choice_of, implementation_of
 from jaxmp._attention._declared import Declaration
 from jaxmp._attention._layer import layer_attention
-from jaxmp._core import _dtypes
-from jaxmp._core._compat import is_within
-from jaxmp._programs import _jaxprs, _locations, _matmuls, _operations, _static_values
-from jaxmp._programs._constructs import inners
+from jaxmp._core import _compat
 from jaxmp._tools.audit import _auditor, _checks, _labels, _trace
 from jaxmp._tools.audit._checks import Check, OpOccurrence
 from jaxmp._tools.report import _section
@@ -56,7 +54,7 @@ def check_matmuls(op: OpOccurrence, audit: _auditor.Auditor) -> None:
     size = math.prod(aval.shape) * aval.dtype.itemsize * logits.times
     message = f"{_why_unfused(logits)}; its logits have the shape {list(aval.shape)} and take"
     message += f" {_section.bytes_text(size)} of memory."
-    flops = 2 * _matmuls.matmul_of(op.equation).flops * op.times
+    flops = 2 * _programs.matmul_of(op.equation).flops * op.times
     audit.add(UNFUSED_ATTENTION, logits, message, flops=flops)
 
 
@@ -65,24 +63,26 @@ def check_calls(op: OpOccurrence, audit: _auditor.Auditor) -> None:
     """Reports calls of jaxmp's attention that do not run a fused kernel."""
     if not _checks.is_attention(op.equation) or not op.is_forward:
         return
-    name = _operations.name_of(op.equation)
+    name = _programs.name_of(op.equation)
     implementation, argument = implementation_of(name)
     if implementation == "cudnn":
         return
     choice = choice_of(name, [var.aval for var in op.operands])
     message, fix = _explain_choice(implementation, argument, choice)
-    flops = sum(_matmuls.count_flops(inner.jaxpr).total() for inner in inners(op.equation))
+    flops = sum(
+        _programs.count_flops(inner.jaxpr).total() for inner in _programs.inners(op.equation)
+    )
     audit.add(UNFUSED_ATTENTION, op, message, fix, flops=flops * op.times)
 
 
 def _attention_logits(op: OpOccurrence, audit: _auditor.Auditor) -> OpOccurrence | None:
     """Returns the matmul q k^T if `op` multiplies the softmax of its result by the values."""
-    values = _operations.dot_of(op.equation)
+    values = _programs.dot_of(op.equation)
     for index, var in enumerate(op.operands[:2] if op.is_forward else ()):
         labels = audit.flow.labels(_labels.Logits, var)
         for logits in (label.op for label in labels if label.normalized):
             shape = logits.result.aval.shape
-            batches = len(_operations.dot_of(logits.equation).batch[0])
+            batches = len(_programs.dot_of(logits.equation).batch[0])
             is_one_axis = len(values.contracted[index]) == 1 and batches == len(values.batch[0])
             size, heads = math.prod(shape), math.prod(shape[:batches])
             summed = audit.collected[_labels.Logits]
@@ -97,15 +97,15 @@ def _is_layer(matmul: OpOccurrence) -> bool:
     """Returns True for `x @ w` with an argument `w`: keys are computed, or transposed."""
     weight = matmul.body.source_of(matmul.equation.invars[1], _CASTS)
     is_argument = matmul.body.maker(weight) is None
-    return is_argument and _operations.dot_of(matmul.equation).contracted[1] == (0,)
+    return is_argument and _programs.dot_of(matmul.equation).contracted[1] == (0,)
 
 
 def _why_unfused(logits: OpOccurrence) -> str:
     """Returns the reason why no fused kernel computes attention that is written as matmuls."""
     equation = logits.equation
     operand = equation.invars[0].aval
-    head = math.prod(operand.shape[axis] for axis in _operations.dot_of(equation).contracted[0])
-    if not _dtypes.is_16bit(operand.dtype):
+    head = math.prod(operand.shape[axis] for axis in _programs.dot_of(equation).contracted[0])
+    if not _core.is_16bit(operand.dtype):
         return f"the operands are {operand.dtype.name}, and cuDNN's fused kernel requires 16 bits"
     if head % 8 or head > 256:
         return (
@@ -162,7 +162,7 @@ class _PassedMask(NamedTuple):
 @DENSE_MASK.on_operation("jit")
 def collect_mask(op: OpOccurrence, audit: _auditor.Auditor) -> None:
     """Collects declarations, and the mask of a call of attention in the forward pass."""
-    declared = _declared.declaration_of(_operations.name_of(op.equation))
+    declared = _declared.declaration_of(_programs.name_of(op.equation))
     if declared is not None:
         audit.collected[Declaration].append(declared)
     if not _checks.is_attention(op.equation) or not op.is_forward:
@@ -179,7 +179,7 @@ def check_masks(audit: _auditor.Auditor, traced: _trace.Traced) -> None:
     Raises:
       AttentionError: if a mask contradicts its declaration.
     """
-    program = _static_values.Scope(traced.closed, traced.arrays)
+    program = _programs.Scope(traced.closed, traced.arrays)
     declared = _declared_masks(program) if audit.collected[Declaration] else []
     paths = [mask.path or "the model" for mask, is_known in declared if not is_known]
     paths = list(map(repr, dict.fromkeys(paths)))
@@ -188,7 +188,7 @@ def check_masks(audit: _auditor.Auditor, traced: _trace.Traced) -> None:
         note = f"the declared masks of {' and '.join(paths)} depend on the program's inputs and"
         audit.notes[f"{note} were not compared; pass arrays instead of shapes"] = None
     passed = _with_structures(audit.collected[_PassedMask])
-    in_layer = lambda op: is_within(op.equation.source_info, layer_attention)
+    in_layer = lambda op: _compat.is_within(op.equation.source_info, layer_attention)
     structures = {actual for op, actual in passed if in_layer(op)} | {mask for mask, _ in declared}
     for op, actual in passed:
         if actual is None:
@@ -196,19 +196,19 @@ def check_masks(audit: _auditor.Auditor, traced: _trace.Traced) -> None:
         window = " with a window of {} and {}".format(*actual.window) if actual.window else ""
         message = f"attention reads its mask as an array, and the mask is {actual.mask}{window}"
         message += " for every input."
-        path = _locations.module_of(op.location.names, audit.root) if len(structures) > 1 else None
+        path = _programs.module_of(op.location.names, audit.root) if len(structures) > 1 else None
         fix = _fix_declaration(actual, path) if in_layer(op) else _fix_argument(actual)
         audit.add(DENSE_MASK, op, message, fix)
 
 
-def _mask_operand(equation: _jaxprs.Equation) -> _jaxprs.Atom | None:
+def _mask_operand(equation: _programs.Equation) -> _programs.Atom | None:
     """Returns the bool operand `[B, N, T, S]` of a jitted function, or None."""
     is_mask = lambda aval: getattr(aval, "dtype", None) == np.bool_ and aval.ndim == 4
-    operands = (var for var in equation.invars if not _jaxprs.is_literal(var))
+    operands = (var for var in equation.invars if not _programs.is_literal(var))
     return next((var for var in operands if is_mask(var.aval)), None)
 
 
-def _declared_masks(program: _static_values.Scope) -> list[tuple[Declaration, bool]]:
+def _declared_masks(program: _programs.Scope) -> list[tuple[Declaration, bool]]:
     """Compares the declared masks in the forward pass of a program with their arrays.
 
     Returns:
@@ -217,22 +217,22 @@ def _declared_masks(program: _static_values.Scope) -> list[tuple[Declaration, bo
     Raises:
       AttentionError: if a mask contradicts its declaration.
     """
-    locations, masks = _locations.Locations(), {}
+    locations, masks = _programs.Locations(), {}
 
-    def visit(scope: _static_values.Scope, outer: _locations.Location) -> None:
-        for equation in _jaxprs.equations(scope.jaxpr, inside=False):
+    def visit(scope: _programs.Scope, outer: _programs.Location) -> None:
+        for equation in _programs.equations(scope.jaxpr, inside=False):
             location = locations.of(equation, outer)
-            declared = _declared.declaration_of(_operations.name_of(equation))
+            declared = _declared.declaration_of(_programs.name_of(equation))
             mask = None if declared is None else _mask_operand(equation)
-            if mask is not None and location.phase == _jaxprs.FORWARD:
+            if mask is not None and location.phase == _programs.FORWARD:
                 masks[location.names] = declared, scope.value(mask)
             for inside in scope.inside(equation):
                 visit(inside, location)
 
-    visit(program, _locations.Location())
-    rows, root = [], _locations.root_of(locations.names)
+    visit(program, _programs.Location())
+    rows, root = [], _programs.root_of(locations.names)
     for names, (declared, mask) in masks.items():
-        declaration = Declaration(declared.mask, declared.window, _locations.module_of(names, root))
+        declaration = Declaration(declared.mask, declared.window, _programs.module_of(names, root))
         if mask is not None:
             _declared.check_known(mask, declaration)
         rows.append((declaration, mask is not None))

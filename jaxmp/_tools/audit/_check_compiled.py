@@ -7,10 +7,9 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from jaxmp._core import _messages, _targets
-from jaxmp._core._dtypes import FLOAT32, is_16bit, is_fp8
+from jaxmp import _core, _programs
+from jaxmp._core import is_fp8
 from jaxmp._policies import _rules
-from jaxmp._programs import _jaxprs, _locations, _matmuls, _operations
 from jaxmp._tools.audit import _check_matmuls, _checks, _fp8_forms, _trace
 from jaxmp._tools.audit._auditor import Auditor
 from jaxmp._tools.audit._checks import Check, OpOccurrence
@@ -59,7 +58,7 @@ class CompiledProgram:
     traced: tuple[Finding, ...]
     fp8: Mapping[tuple[str, str, str, int], str]
     fsdp_axes: frozenset[str]
-    chip: _targets.Target
+    chip: _core.Target
     nnx_count: int = 0
 
 
@@ -92,8 +91,8 @@ def check_donation(program: CompiledProgram, _: Auditor) -> Iterator[Finding]:
 def requires_16_bits(audit: Auditor, module: str) -> bool:
     """Returns True if the policies allow only 16-bit dtypes for a module."""
     below = tuple(module.split("/")) if module else ()
-    allowed = audit.context.allowed_dtypes(_locations.Location((*audit.root, *below)))
-    return bool(allowed) and FLOAT32 not in allowed and all(map(is_16bit, allowed))
+    allowed = audit.context.allowed_dtypes(_programs.Location((*audit.root, *below)))
+    return bool(allowed) and _core.FLOAT32 not in allowed and all(map(_core.is_16bit, allowed))
 
 
 def finding(
@@ -124,13 +123,13 @@ FP8_FALLBACK = Check(
 
 
 @NOT_FP8.on_matmul
-def check_layers(op: OpOccurrence, matmul: _matmuls.Matmul, flops: int, audit: Auditor) -> None:
+def check_layers(op: OpOccurrence, matmul: _programs.Matmul, flops: int, audit: Auditor) -> None:
     """Reports a linear layer in 16 bits for which the policies require FP8."""
     if not op.is_forward or not audit.context.requires_fp8(op.location):
         return
     if is_fp8(matmul.lhs) and is_fp8(matmul.rhs):
         _note_tokens(op, audit)
-    if not (is_16bit(matmul.lhs) and is_16bit(matmul.rhs)):
+    if not (_core.is_16bit(matmul.lhs) and _core.is_16bit(matmul.rhs)):
         return
     form, why = _fp8_forms.excluded_form(op.equation)
     if form:
@@ -154,7 +153,7 @@ def check_layers(op: OpOccurrence, matmul: _matmuls.Matmul, flops: int, audit: A
 
 def _note_tokens(op: OpOccurrence, audit: Auditor) -> tuple[int, int]:
     """Returns the input and output features of a dot, and notes a decision for other tokens."""
-    _, contracted = _operations.dot_of(op.equation).contracted
+    _, contracted = _programs.dot_of(op.equation).contracted
     rows, shape = (math.prod(var.aval.shape) for var in op.operands[:2])
     k = math.prod(op.operands[1].aval.shape[axis] for axis in contracted)
     n, tokens = shape // max(k, 1), rows // max(k, 1)
@@ -179,7 +178,7 @@ _ONE_SCALE = (
 @NOT_FP8.on_operation("jit")
 def note_scales(op: OpOccurrence, audit: Auditor) -> None:
     """Notes once in a program that tensors are quantized with one scale."""
-    is_quantization = _operations.name_of(op.equation).startswith(_jaxprs.QUANTIZE)
+    is_quantization = _programs.name_of(op.equation).startswith(_programs.QUANTIZE)
     if is_quantization and any(var.aval.shape == () for var in op.equation.outvars):
         audit.notes[_ONE_SCALE] = None
 
@@ -212,8 +211,8 @@ def check_rules(audit: Auditor, _: _trace.Traced) -> Iterator[Finding]:
     modules: dict[str, None] = {}
     decisive: set[_rules.Rule | None] = set()
     for names in audit.locations.names:
-        if _locations.FULL_PRECISION not in names:
-            modules[_locations.module_of(names, audit.root)] = None
+        if _programs.FULL_PRECISION not in names:
+            modules[_programs.module_of(names, audit.root)] = None
             decisive.add(audit.context.resolve(names).rule)
     # A program contains no module types and parameters.
     for rule in dict.fromkeys(policies.rules):
@@ -222,5 +221,5 @@ def check_rules(audit: Auditor, _: _trace.Traced) -> Iterator[Finding]:
             text = _rules.rule_text(rule, with_reason=False)
             message = f"the required rule {text} decides for no module of this program."
             fix = f"Correct the path, or allow it to match nothing:\n    jaxmp.{rule!r}"
-            hint = _messages.did_you_mean(str(rule.path), filter(None, modules))
+            hint = _core.did_you_mean(str(rule.path), filter(None, modules))
             yield UNUSED_RULE.finding(message + hint, f"{fix[:-1]}, required=False)")

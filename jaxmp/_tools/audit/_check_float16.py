@@ -9,10 +9,7 @@ from typing import NamedTuple
 import jax.tree_util as jtu
 import numpy as np
 
-from jaxmp._core import _dtypes
-from jaxmp._core._wide import WIDENED_MATMUL
-from jaxmp._programs import _analysis, _jaxprs, _operations
-from jaxmp._programs._matmuls import MATMULS
+from jaxmp import _core, _programs
 from jaxmp._tools.audit import _auditor, _check_ops, _checks, _rows, _trace
 from jaxmp._tools.audit._dataflow import GRADIENT, From, Update, powers_of
 from jaxmp._tools.audit._labels import ConditionalFinding, Logits
@@ -106,9 +103,9 @@ def check_constant(op: _checks.OpOccurrence, audit: _auditor.Auditor) -> None:
             audit.add(FLOAT16_RANGE, op, f"{message} everywhere become NaN.", fix)
 
 
-def _float16_operands(op: _checks.OpOccurrence) -> list[_jaxprs.Atom]:
+def _float16_operands(op: _checks.OpOccurrence) -> list[_programs.Atom]:
     """Returns the operands of an operation with a float16 result; none in a backward pass."""
-    return op.operands if op.dtype == _dtypes.FLOAT16 and not op.is_backward else []
+    return op.operands if op.dtype == _core.FLOAT16 and not op.is_backward else []
 
 
 @FLOAT16_RANGE.on_operation("convert_element_type")
@@ -116,12 +113,12 @@ def check_formats(op: _checks.OpOccurrence, audit: _auditor.Auditor) -> OtherFor
     """Reports values that are cast from one 16-bit format to the other and back."""
     (operand,), dtype = op.operands, op.dtype
     source = _checks.half_of([op.body.source_of(operand, _checks.named("convert_element_type"))])
-    if source is None or not _dtypes.is_16bit(dtype) or op.is_backward:
+    if source is None or not _core.is_16bit(dtype) or op.is_backward:
         return None
     audit.report(OtherFormat, [operand], f", and back at {op.where}")
     if source == dtype:
         return None
-    loss = "beyond 65504 it is inf" if dtype == _dtypes.FLOAT16 else "it loses 3 bits of precision"
+    loss = "beyond 65504 it is inf" if dtype == _core.FLOAT16 else "it loses 3 bits of precision"
     fix = f"Keep one 16-bit format: remove .astype(jnp.{dtype.name}) at {op.where}."
     return OtherFormat(op, f"a {source.name} value is cast to {dtype.name}, where {loss}", fix)
 
@@ -129,11 +126,11 @@ def check_formats(op: _checks.OpOccurrence, audit: _auditor.Auditor) -> OtherFor
 @FLOAT16_RANGE.on_operation("convert_element_type")
 def check_product_of_weights(op: _checks.OpOccurrence, audit: _auditor.Auditor) -> None:
     """Reports the FP32 gradient of a product of weights, which is rounded for two matmuls."""
-    is_rounded = op.is_backward and op.rounded == _dtypes.FLOAT16
+    is_rounded = op.is_backward and op.rounded == _core.FLOAT16
     maker = op.body.maker_through(op.operands[0], _checks.LAYOUT) if is_rounded else None
     if maker is None or not _is_matmul(maker) or not _is_multiplied(op.result, op.body):
         return
-    if all(_checks.dtype_of(var) == _dtypes.FLOAT16 for var in maker.invars[:2]):
+    if all(_checks.dtype_of(var) == _core.FLOAT16 for var in maker.invars[:2]):
         message = "the gradient of a product of weights is rounded to float16: sums beyond 65504"
         fix = (
             "Multiply the FP32 parameters, w = (a @ b).astype(jnp.float16), or the activations by"
@@ -142,11 +139,14 @@ def check_product_of_weights(op: _checks.OpOccurrence, audit: _auditor.Auditor) 
         audit.add(FLOAT16_RANGE, op, f"{message} are inf.", fix, severity=_checks.WARNING)
 
 
-def _is_matmul(equation: _jaxprs.Equation) -> bool:
-    return equation.primitive.name in MATMULS or _operations.name_of(equation) == WIDENED_MATMUL
+def _is_matmul(equation: _programs.Equation) -> bool:
+    return (
+        equation.primitive.name in _programs.MATMULS
+        or _programs.name_of(equation) == _core.WIDENED_MATMUL
+    )
 
 
-def _is_multiplied(var: _jaxprs.Atom, body: _analysis.Body) -> bool:
+def _is_multiplied(var: _programs.Atom, body: _programs.Body) -> bool:
     """Returns True if a matmul reads a value, which may be cast or moved before."""
     return any(
         _is_matmul(reader)
@@ -164,7 +164,7 @@ def _is_multiplied(var: _jaxprs.Atom, body: _analysis.Body) -> bool:
 def label_square(op: _checks.OpOccurrence, audit: _auditor.Auditor) -> Square | None:
     """Labels the square of a float16 value."""
     operands = _float16_operands(op)
-    is_square = op.name != "integer_pow" or _operations.exponent_of(op.equation) > 1
+    is_square = op.name != "integer_pow" or _programs.exponent_of(op.equation) > 1
     is_square &= len({id(var) for var in operands}) == 1
     message = "squares of float16 are inf from 256 on, and 0 below 2e-4"
     if not operands or not is_square:
@@ -217,10 +217,12 @@ def _is_of_activations(logits: Logits, audit: _auditor.Auditor) -> bool:
     types = [{type(label) for label in audit.flow.of(var)} for var in equation.invars[:2]]
     # A weight is an argument to which nothing was added.
     has_weight = any(From in each and Update not in each for each in types)
-    return _checks.dtype_of(equation.outvars[0]) == _dtypes.FLOAT16 and not has_weight
+    return _checks.dtype_of(equation.outvars[0]) == _core.FLOAT16 and not has_weight
 
 
-def _constant(var: _jaxprs.Atom, op: _checks.OpOccurrence, audit: _auditor.Auditor) -> float | None:
+def _constant(
+    var: _programs.Atom, op: _checks.OpOccurrence, audit: _auditor.Auditor
+) -> float | None:
     """Returns the value of a constant scalar, which may be broadcast."""
     source = op.body.source_of(var, _BROADCASTS)
     if math.prod(getattr(source.aval, "shape", (0,))) != 1:
@@ -252,7 +254,7 @@ class _Event(NamedTuple):
     fix: str = _FIX
 
 
-def _of_gradient(var: _jaxprs.Atom, audit: _auditor.Auditor) -> dict[int, float | None]:
+def _of_gradient(var: _programs.Atom, audit: _auditor.Auditor) -> dict[int, float | None]:
     labels = audit.flow.of(var)
     return powers_of(labels) if GRADIENT in labels else {}
 
@@ -291,14 +293,14 @@ def check_use(op: _checks.OpOccurrence, audit: _auditor.Auditor) -> None:
                 audit.collected[_Event] += [_Event(number, op, message)] * is_other
 
 
-def _is_other(var: _jaxprs.Atom, number: int, is_sum: bool, audit: _auditor.Auditor) -> bool:
+def _is_other(var: _programs.Atom, number: int, is_sum: bool, audit: _auditor.Auditor) -> bool:
     """Returns True for a summand from the state, and for a limit without the loss scale."""
     labels = audit.flow.of(var)
     if number in powers_of(labels):
         return False
     if is_sum:
         return any(isinstance(label, From) for label in labels)
-    value = abs(float(var.val)) if _jaxprs.is_literal(var) and np.ndim(var.val) == 0 else 1
+    value = abs(float(var.val)) if _programs.is_literal(var) and np.ndim(var.val) == 0 else 1
     return 1e-3 < value < math.inf
 
 

@@ -8,8 +8,7 @@ import math
 import jax.numpy as jnp
 import numpy as np
 
-from jaxmp._core import _dtypes
-from jaxmp._programs import _jaxprs, _operations
+from jaxmp import _core, _programs
 from jaxmp._tools.audit import _auditor, _check_ops, _checks, _dataflow, _labels, _origins
 
 ROUNDED_INPUT = _checks.Check(
@@ -157,7 +156,7 @@ def check_integers(op: _checks.OpOccurrence, audit: _auditor.Auditor) -> Integer
     """Labels integers, and reports those that are rounded to 16 bits."""
     integers = _integers_after(op, audit) if op.is_forward else None
     dtype = op.dtype
-    if integers is None or not _dtypes.is_16bit(dtype):
+    if integers is None or not _core.is_16bit(dtype):
         return integers
     limit = 2 ** (jnp.finfo(dtype).nmant + 1)
     if integers.bound <= limit:
@@ -198,7 +197,7 @@ def check_index(op: _checks.OpOccurrence, audit: _auditor.Auditor) -> None:
 
 def _integers_after(op: _checks.OpOccurrence, audit: _auditor.Auditor) -> Integers | None:
     if op.name == "iota":
-        return Integers(_operations.iota_length(op.equation) - 1, "positions")
+        return Integers(_programs.iota_length(op.equation) - 1, "positions")
     each = [_integers(var, audit) for var in op.operands]
     bounds = [integers.bound for integers in each if integers is not None]
     is_count = op.name == "reduce_sum" and _check_ops.counts_largest(op)
@@ -210,11 +209,11 @@ def _integers_after(op: _checks.OpOccurrence, audit: _auditor.Auditor) -> Intege
     if op.name == "reduce_sum":
         bound *= op.operands[0].aval.size / max(result.size, 1)
     if op.name == "cumsum":
-        bound *= result.shape[_operations.axes_of(op.equation)[0]]
+        bound *= result.shape[_programs.axes_of(op.equation)[0]]
     return Integers(bound, "counts")
 
 
-def _integers(var: _jaxprs.Atom, audit: _auditor.Auditor) -> Integers | None:
+def _integers(var: _programs.Atom, audit: _auditor.Auditor) -> Integers | None:
     """Returns the bound of integers; None for other values and unknown bounds."""
     labels = audit.flow.labels(Integers, var)
     dtype = np.dtype(_checks.dtype_of(var))
@@ -250,7 +249,7 @@ def label_keys(op: _checks.OpOccurrence, audit: _auditor.Auditor) -> RoundedKeys
 def check_keys(op: _checks.OpOccurrence, audit: _auditor.Auditor) -> None:
     """Reports a sort of rounded keys."""
     if not op.is_backward:
-        keys = op.operands[: _operations.count_of_keys(op.equation)]
+        keys = op.operands[: _programs.count_of_keys(op.equation)]
         audit.report(RoundedKeys, keys, f", and they are sorted at {op.where}")
 
 

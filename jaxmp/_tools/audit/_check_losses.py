@@ -11,9 +11,7 @@ from pathlib import Path
 import jax.numpy as jnp
 import numpy as np
 
-from jaxmp import losses
-from jaxmp._core._dtypes import FLOAT32, is_16bit
-from jaxmp._programs import _jaxprs, _locations, _uses
+from jaxmp import _core, _programs, losses
 from jaxmp._tools.audit import _checks, _dataflow, _labels, _trace
 from jaxmp._tools.audit._auditor import Auditor
 from jaxmp._tools.audit._check_ops import LOSS_16BIT
@@ -80,7 +78,7 @@ class Probability(_labels.Fact):
 def label_loss(op: OpOccurrence, audit: Auditor) -> RoundedLoss | None:
     """Labels the 16-bit scalar to which a reduction of a differentiated function is rounded."""
     is_loss = op.is_forward and op.location.differentiated
-    if not is_loss or not is_16bit(op.dtype) or math.prod(op.result.aval.shape) != 1:
+    if not is_loss or not _core.is_16bit(op.dtype) or math.prod(op.result.aval.shape) != 1:
         return None
     total = op.equation
     if op.name == "convert_element_type":
@@ -109,7 +107,7 @@ def report_losses(audit: Auditor, traced: _trace.Traced) -> None:
 @LOSS_16BIT.on_operation("log", "log1p")
 def label_logarithm(op: OpOccurrence, _: Auditor) -> LogProbability | None:
     """Labels FP32 logarithms."""
-    return LogProbability() if op.dtype == FLOAT32 and op.is_forward else None
+    return LogProbability() if op.dtype == _core.FLOAT32 and op.is_forward else None
 
 
 @LOSS_16BIT.on_operation("convert_element_type")
@@ -134,7 +132,7 @@ def label_difference(op: OpOccurrence, audit: Auditor) -> RoundedDifference | No
         return None
     labels = audit.flow.labels(_Difference, difference.result)
     is_reported = any(isinstance(label.rounded, UserCast) for label in labels)
-    if is_reported or not is_16bit(difference.dtype):
+    if is_reported or not _core.is_16bit(difference.dtype):
         return None
     fix = fix_expression("Subtract in FP32", difference) or LOSS_16BIT.fix
     message = f"the differences of a loss are rounded to {difference.dtype.name}"
@@ -165,7 +163,7 @@ _PROBABILITIES = {
 @LOG_OF_ROUNDED.on_operation("logistic", "tanh", "convert_element_type", "div")
 def label_probability(op: OpOccurrence, audit: Auditor) -> Probability | None:
     """Labels 16-bit sigmoids and softmaxes."""
-    if not is_16bit(op.dtype) or op.is_backward:
+    if not _core.is_16bit(op.dtype) or op.is_backward:
         return None
     is_softmax = any(x.normalized for x in audit.flow.labels(_labels.Logits, op.operands[0]))
     name = "softmax" if is_softmax else op.name
@@ -203,7 +201,7 @@ ROUNDED_OUTPUT = Check(
 )
 
 _SOFTMAX_READS = "; a softmax, log-softmax or log-sum-exp is computed from it"
-_KEEPS_ERROR = _uses.EXACT | _checks.LAYOUT | _checks.named("add mul div tanh")
+_KEEPS_ERROR = _programs.EXACT | _checks.LAYOUT | _checks.named("add mul div tanh")
 _CAST_ERROR = _KEEPS_ERROR | _checks.named("cumsum sqrt")
 # Dtype -> the distance between its numbers from 256 to 512.
 _STEPS = {np.dtype(jnp.bfloat16): 2, np.dtype(jnp.float16): 0.25}
@@ -258,11 +256,11 @@ def label_cast(op: OpOccurrence, audit: Auditor) -> None:
     The operations that compute a softmax in 16 bits have their own findings.
     """
     (operand,), result = op.operands, op.result
-    if not op.is_forward or FLOAT32 not in (_checks.dtype_of(operand), op.dtype):
+    if not op.is_forward or _core.FLOAT32 not in (_checks.dtype_of(operand), op.dtype):
         return
     dtype, labels = op.rounded, audit.flow.labels
     is_output = labels(_Computed, operand) and not labels(LogProbability, operand)
-    if dtype is None and _uses.Use.SOFTMAX in audit.use_of(result):
+    if dtype is None and _programs.Use.SOFTMAX in audit.use_of(result):
         audit.report(UserCast, [operand], _SOFTMAX_READS)
     elif dtype is not None and is_output and op.is_own_call:
         message = f"an FP32 value is rounded to {dtype.name}"
@@ -281,15 +279,15 @@ def label_output(op: OpOccurrence, audit: Auditor) -> None:
     output = RoundedOutput(op, message, lambda: _fix_output(op, audit))
     use = audit.use_of(result)
     audit.flow.mark(result, output)
-    if _uses.Use.SOFTMAX in use:
+    if _programs.Use.SOFTMAX in use:
         output.report(_SOFTMAX_READS)
-    elif _uses.Use.ORDER in use:
+    elif _programs.Use.ORDER in use:
         output.report("; a top-k, argmax or sort compares it")
 
 
 def _is_own_loss(op: OpOccurrence) -> bool:
     """Returns True inside of jaxmp's losses, whose `logits_dtype` the user states."""
-    site = _locations.call_site(op.equation)
+    site = _programs.call_site(op.equation)
     return site is not None and site[0].co_filename.startswith(str(Path(losses.__file__).parent))
 
 
@@ -321,17 +319,21 @@ def label_difference_of_output(op: OpOccurrence, audit: Auditor) -> None:
                 audit.flow.mark(op.result, _Difference(rounded))
 
 
-def _is_zero(var: _jaxprs.Atom, op: OpOccurrence, audit: Auditor) -> bool:
+def _is_zero(var: _programs.Atom, op: OpOccurrence, audit: Auditor) -> bool:
     value = audit.known.value(op.body.source_of(var, _checks.LAYOUT))
     return value is not None and not np.any(value)
 
 
 def _are_slices(
-    rounding: OpOccurrence, var: _jaxprs.Atom, other: _jaxprs.Atom, op: OpOccurrence, audit: Auditor
+    rounding: OpOccurrence,
+    var: _programs.Atom,
+    other: _programs.Atom,
+    op: OpOccurrence,
+    audit: Auditor,
 ) -> bool:
     """Returns True for different slices of a rounded value: the values of two time steps."""
 
-    def is_slice(source: _jaxprs.Atom) -> bool:
+    def is_slice(source: _programs.Atom) -> bool:
         maker = op.body.maker(source)
         if maker is None or maker.primitive.name not in _SLICES:
             return False
@@ -344,7 +346,7 @@ def _are_slices(
 _SLICES = _checks.named("slice dynamic_slice gather split")
 
 
-def _has_error(rounding: OpOccurrence, var: _jaxprs.Atom, audit: Auditor) -> bool:
+def _has_error(rounding: OpOccurrence, var: _programs.Atom, audit: Auditor) -> bool:
     labels = (x for x in audit.flow.of(var) if isinstance(x, (RoundingError, _labels.Logits)))
     return any(label.op.equation is rounding.equation for label in labels)
 

@@ -7,9 +7,8 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 
-from jaxmp._core import _dtypes
-from jaxmp._programs import _constructs, _locations, _matmuls, _operations, _uses
-from jaxmp._programs._jaxprs import AUTOCAST, Atom, Equation, Path, is_literal
+from jaxmp import _core, _programs
+from jaxmp._programs import Atom, Equation, Path
 from jaxmp._tools.audit import _checks, _dataflow, _labels, _trace
 from jaxmp._tools.audit._auditor import Auditor
 from jaxmp._tools.audit._checks import Check, OpOccurrence
@@ -46,7 +45,7 @@ def check_promotion(op: OpOccurrence, audit: Auditor) -> None:
     JAX casts and computes in one call, at one line of the source. A cast that the user wrote is a
     call of its own, and casts by autocast have a name scope.
     """
-    if AUTOCAST in str(op.equation.source_info.name_stack) or not op.is_forward:
+    if _programs.AUTOCAST in str(op.equation.source_info.name_stack) or not op.is_forward:
         return
     (operand,), result = op.operands, op.result
     source, target = _checks.dtype_of(operand), op.dtype
@@ -54,7 +53,7 @@ def check_promotion(op: OpOccurrence, audit: Auditor) -> None:
     if not is_wider or math.prod(operand.aval.shape) <= 1:
         return
     allowed = audit.context.allowed_dtypes(op.location)
-    is_fp32_module = bool(allowed) and not any(_dtypes.is_16bit(dtype) for dtype in allowed)
+    is_fp32_module = bool(allowed) and not any(_core.is_16bit(dtype) for dtype in allowed)
     if _dataflow.GRADIENT in audit.flow.of(operand) or is_fp32_module:
         return
     size = math.prod(op.body.source_of(operand, _BROADCASTS).aval.shape)
@@ -67,9 +66,9 @@ def check_promotion(op: OpOccurrence, audit: Auditor) -> None:
 
 
 @IMPLICIT_PROMOTION.on_matmul
-def report_matmul(op: OpOccurrence, matmul: _matmuls.Matmul, flops: int, audit: Auditor) -> None:
+def report_matmul(op: OpOccurrence, matmul: _programs.Matmul, flops: int, audit: Auditor) -> None:
     """Reports promotions that make a matmul wide; their fix is that of the matmul, too."""
-    is_wide = bool({_dtypes.FLOAT32, _dtypes.FLOAT64} & {matmul.lhs, matmul.rhs})
+    is_wide = bool({_core.FLOAT32, _core.FLOAT64} & {matmul.lhs, matmul.rhs})
     if not is_wide or not op.is_forward or _checks.is_internal_matmul(op, matmul):
         return
     harm = f", and the matmul at {op.where} ({op.name}) reads it"
@@ -85,7 +84,7 @@ def report_results(audit: Auditor, traced: _trace.Traced) -> None:
     labels = audit.flow.labels(PromotedValue, *traced.jaxpr.outvars)
     for label in sorted(labels, key=lambda label: label.number):
         use = audit.use_of(label.op.result)
-        if not use & (_uses.Use.SOFTMAX | _uses.Use.ORDER | _uses.Use.LOSS):
+        if not use & (_programs.Use.SOFTMAX | _programs.Use.ORDER | _programs.Use.LOSS):
             label.report(", and the program returns the wide result")
 
 
@@ -132,7 +131,7 @@ def _fix_promotion(op: OpOccurrence, upcast: Atom, others: list[Atom], source: s
             return in_words(op)
         layer = f"Set dtype=jnp.{source} in the layer, or cast its result"
         return f"{layer}:\n    y = y.astype(jnp.{source})"
-    literals = [var for var in others if is_literal(var)]
+    literals = [var for var in others if _programs.is_literal(var)]
     index = next(n for n, var in enumerate(op.operands) if var is not upcast)
     if literals:
         number = str(float(literals[0].val))
@@ -151,13 +150,17 @@ def _is_stream(var: Atom, operand: Atom, op: OpOccurrence, audit: Auditor) -> bo
     """Returns True for a wide value, such as a residual stream, that `operand` is added to."""
     if _labels.STREAM in audit.flow.of(var) or _is_carry(var, op):
         return True
-    is_other = operand is not var and not is_literal(var)
+    is_other = operand is not var and not _programs.is_literal(var)
     return is_other and op.body.depends_on(operand, var)
 
 
 def _is_carry(var: Atom, op: OpOccurrence) -> bool:
     """Returns True for a carry of the enclosing loop."""
-    loop = None if op.outer is None or is_literal(var) else _constructs.loop_of(op.outer.equation)
+    loop = (
+        None
+        if op.outer is None or _programs.is_literal(var)
+        else _programs.loop_of(op.outer.equation)
+    )
     return loop is not None and any(var is each for each in loop.incoming)
 
 
@@ -168,15 +171,15 @@ def _is_carry(var: Atom, op: OpOccurrence) -> bool:
 
 def _wide_operands(reader: Equation, upcast: Atom, op: OpOccurrence) -> list[Atom]:
     """Returns the wide operands because of which JAX promotes `upcast`, before broadcasts."""
-    call = _locations.call_site(op.equation)
+    call = _programs.call_site(op.equation)
     # The only casts of `jnp.where` are promotions.
-    if call != _locations.call_site(reader) or not (call or op.caller == "_where"):
+    if call != _programs.call_site(reader) or not (call or op.caller == "_where"):
         return []
     wide = _checks.dtype_of(upcast)
     others = [var for var in reader.invars if var is not upcast and _checks.dtype_of(var) == wide]
     makers = (op.body.maker_through(var, _BROADCASTS) for var in others)
     # If the same call made an operand, it widens on purpose.
-    if call and any(maker and _locations.call_site(maker) == call for maker in makers):
+    if call and any(maker and _programs.call_site(maker) == call for maker in makers):
         return []
     return [op.body.source_of(var, _BROADCASTS) for var in others]
 
@@ -206,7 +209,7 @@ MIXED_OPERANDS = Check(
 
 
 @MIXED_OPERANDS.on_matmul
-def check_operands(op: OpOccurrence, matmul: _matmuls.Matmul, flops: int, audit: Auditor) -> None:
+def check_operands(op: OpOccurrence, matmul: _programs.Matmul, flops: int, audit: Auditor) -> None:
     """Reports operands of two dtypes."""
     dtypes = matmul.lhs, matmul.rhs
     is_float = bool(_checks.FLOATS & set(dtypes))
@@ -230,17 +233,17 @@ def check_operands(op: OpOccurrence, matmul: _matmuls.Matmul, flops: int, audit:
 
 
 @FP32_MATMUL.on_matmul
-def check_fp32(op: OpOccurrence, matmul: _matmuls.Matmul, flops: int, audit: Auditor) -> None:
+def check_fp32(op: OpOccurrence, matmul: _programs.Matmul, flops: int, audit: Auditor) -> None:
     """Reports FP32 operands where 16 bits are required, or where they were 16 bits before."""
-    if not (matmul.lhs == matmul.rhs == _dtypes.FLOAT32) or _is_fp32_by_design(op, matmul, audit):
+    if not (matmul.lhs == matmul.rhs == _core.FLOAT32) or _is_fp32_by_design(op, matmul, audit):
         return
     allowed = audit.context.allowed_dtypes(op.location)
     if _is_router(op, audit):
         audit.notes[f"the FP32 matmul at {op.where} chooses experts or classes"] = None
-    elif not allowed and _locations.FULL_PRECISION not in op.location.names:
+    elif not allowed and _programs.FULL_PRECISION not in op.location.names:
         if _labels.WAS_16_BITS in audit.flow.of_all(op.operands[:2]):
             _report_fp32(op, "", flops, audit)
-    elif allowed and _dtypes.FLOAT32 not in allowed:
+    elif allowed and _core.FLOAT32 not in allowed:
         _report_fp32(op, min(dtype.name for dtype in allowed), flops, audit)
 
 
@@ -251,14 +254,14 @@ class _Exact(NamedTuple):
     line: tuple[str, int]
 
 
-def _is_fp32_by_design(op: OpOccurrence, matmul: _matmuls.Matmul, audit: Auditor) -> bool:
+def _is_fp32_by_design(op: OpOccurrence, matmul: _programs.Matmul, audit: Auditor) -> bool:
     """Returns True for matmuls of attention, of a matrix that is factorized, and of its norm.
 
     Autocast computes the factorized one in FP32, because its condition multiplies each rounding
     error. The power iteration of a spectral norm requires FP32, too, and has few operations.
     """
     key = _Exact(op.location.names, op.line)
-    if _uses.Use.SOLVED in audit.use_of(op.result) or _dataflow.is_of_power_iteration(op):
+    if _programs.Use.SOLVED in audit.use_of(op.result) or _dataflow.is_of_power_iteration(op):
         audit.collected[_Exact].append(key)
     return _checks.is_internal_matmul(op, matmul) or key in audit.collected[_Exact]
 
@@ -267,14 +270,14 @@ def _is_router(op: OpOccurrence, audit: Auditor) -> bool:
     """Returns True for scores that a top-k or argmax compares, of fewer classes than features."""
     operand, (result,) = op.operands[0], op.equation.outvars
     is_narrow = result.aval.size < operand.aval.size
-    return op.is_forward and is_narrow and _uses.Use.ORDER in audit.use_of(result)
+    return op.is_forward and is_narrow and _programs.Use.ORDER in audit.use_of(result)
 
 
 @OFF_POLICY_MATMUL.on_matmul
-def check_policy(op: OpOccurrence, matmul: _matmuls.Matmul, flops: int, audit: Auditor) -> None:
+def check_policy(op: OpOccurrence, matmul: _programs.Matmul, flops: int, audit: Auditor) -> None:
     """Reports a 16-bit dtype that the policies do not allow."""
     dtype, allowed = matmul.lhs, audit.context.allowed_dtypes(op.location)
-    if dtype != matmul.rhs or dtype == _dtypes.FLOAT32 or dtype not in _dtypes.CASTABLE:
+    if dtype != matmul.rhs or dtype == _core.FLOAT32 or dtype not in _core.CASTABLE:
         return
     if not allowed or dtype in allowed or _checks.is_internal_matmul(op, matmul):
         return
@@ -288,7 +291,7 @@ def check_policy(op: OpOccurrence, matmul: _matmuls.Matmul, flops: int, audit: A
 def suggest_autocast(audit: Auditor, _: _trace.Traced) -> None:
     """Replaces the fix where the model is wrapped already, and wrapping does not reach a matmul."""
     rows, context = audit.matmuls, audit.context
-    if any(names and _dtypes.is_16bit(jnp.dtype(lhs)) for names, _, lhs, _ in rows):
+    if any(names and _core.is_16bit(jnp.dtype(lhs)) for names, _, lhs, _ in rows):
         for finding in audit.findings:
             if finding.check in (FP32_MATMUL, OFF_POLICY_MATMUL):
                 finding.fix = finding.fix.replace(context.wrap_code, context.autocast_code)
@@ -306,7 +309,7 @@ def report_bytes(audit: Auditor, _: _trace.Traced) -> None:
 
 
 def _report_fp32(op: OpOccurrence, required: str, flops: int, audit: Auditor) -> None:
-    options = _operations.arithmetic_of(op.equation)
+    options = _programs.arithmetic_of(op.equation)
     is_highest = bool(required) and options is not None and options.is_highest
     reason = "and an operand was cast up from 16 bits"
     if required:
@@ -330,7 +333,7 @@ def _fix_rule(op: OpOccurrence, audit: Auditor) -> str:
 
     The equations of such a rule have the line at which its function is called.
     """
-    if not op.is_backward or _locations.call_site(op.equation) in audit.matmul_calls:
+    if not op.is_backward or _programs.call_site(op.equation) in audit.matmul_calls:
         return ""
     was_16_bits = lambda var: _labels.WAS_16_BITS in audit.flow.of(var)
     wide = min(op.operands[:2], key=was_16_bits).aval.str_short()
@@ -355,16 +358,16 @@ MISALIGNED_MATMUL = Check(
 
 
 @MISALIGNED_MATMUL.on_matmul
-def check_sizes(op: OpOccurrence, matmul: _matmuls.Matmul, flops: int, audit: Auditor) -> None:
+def check_sizes(op: OpOccurrence, matmul: _programs.Matmul, flops: int, audit: Auditor) -> None:
     """Reports innermost dimensions that are not multiples of 16 bytes."""
     # A step that does not follow its policies yet is padded for their dtype.
     allowed = audit.context.allowed_dtypes(op.location)
     dtype = min((matmul.lhs, *allowed), key=lambda dtype: dtype.itemsize)
-    multiple = _matmuls.multiple_of(dtype) if matmul.lhs != _dtypes.FLOAT64 else 1
+    multiple = _programs.multiple_of(dtype) if matmul.lhs != _core.FLOAT64 else 1
     sizes = {role: size for role, size in matmul.widths.items() if size % multiple}
     if not sizes:
         return
-    paddings = {role: _matmuls.padded(size, multiple) for role, size in sizes.items()}
+    paddings = {role: _programs.padded(size, multiple) for role, size in sizes.items()}
     text = ", ".join(f"{role} = {size} (pad to {paddings[role]})" for role, size in sizes.items())
     cost = math.prod(paddings[role] / size for role, size in sizes.items()) - 1
     plural = "is not a multiple" if len(sizes) == 1 else "are not multiples"
@@ -393,7 +396,7 @@ class _Classes(NamedTuple):
 
 def _classes_of(op: OpOccurrence, audit: Auditor) -> int:
     """Returns the number of classes of a matmul of logits; 0 for other matmuls."""
-    is_head = bool(audit.use_of(op.result) & (_uses.Use.SOFTMAX | _uses.Use.ORDER))
+    is_head = bool(audit.use_of(op.result) & (_programs.Use.SOFTMAX | _programs.Use.ORDER))
     return op.result.aval.shape[-1] if is_head and op.is_forward else 0
 
 

@@ -7,8 +7,7 @@ from collections.abc import Iterable, Iterator
 import jax.tree_util as jtu
 import numpy as np
 
-from jaxmp._core import _dtypes
-from jaxmp._programs import _analysis, _constructs, _jaxprs, _operations
+from jaxmp import _core, _programs
 from jaxmp._tools.audit import _auditor, _checks, _dataflow, _labels, _origins, _rows, _trace
 from jaxmp._tools.fixes import _rewrite
 
@@ -108,7 +107,7 @@ def check_results(audit: _auditor.Auditor, traced: _trace.Traced) -> Iterable[_r
     """
     for (path, aval), var in zip(traced.results, traced.jaxpr.outvars, strict=False):
         is_returned = all(isinstance(key, jtu.SequenceKey) for key in path)
-        is_loss = aval.shape == () and aval.dtype in _dtypes.FLOATS_16BIT and is_returned
+        is_loss = aval.shape == () and aval.dtype in _core.FLOATS_16BIT and is_returned
         updated = (traced.variables[x.number] for x in audit.flow.labels(_dataflow.Update, var))
         is_loss &= not (audit.has_backward and any(v.aval.dtype == aval.dtype for v in updated))
         op = traced.maker_of(var, audit.findings) if is_loss else None
@@ -130,29 +129,29 @@ def _role_of_exponential(op: _checks.OpOccurrence) -> str:
     return "log-sum-exp" if op.name == "log" and _follows_sum_of_exp(op) else ""
 
 
-def _is_divided(total: _jaxprs.Equation, op: _checks.OpOccurrence) -> bool:
+def _is_divided(total: _programs.Equation, op: _checks.OpOccurrence) -> bool:
     """Returns True for a sum by which the program may divide, as a softmax does.
 
     Attention in blocks divides by a carry of its loop.
     """
     waiting = [(var, op) for var in total.outvars]
-    seen: set[_jaxprs.Atom] = set()
+    seen: set[_programs.Atom] = set()
     while waiting:
         var, within = waiting.pop()
         if var in seen:
             continue
         seen.add(var)
         is_returned = None in within.body.consumers.get(var, ())
-        if is_returned and within.outer is not None and within.outer.name not in _constructs.CALLS:
+        if is_returned and within.outer is not None and within.outer.name not in _programs.CALLS:
             return True
         for reader, place in _origins.readers_of(var, within):
-            name, inside = reader.primitive.name, list(_jaxprs.sub_jaxprs(reader))
-            names = {name}.union(*map(_analysis.primitives, inside))
+            name, inside = reader.primitive.name, list(_programs.sub_jaxprs(reader))
+            names = {name}.union(*map(_programs.primitives, inside))
             is_numerator = name == "div" and var is reader.invars[0]
             is_divisor = bool(names & _DIVIDES) and not is_numerator
-            if is_divisor or (inside and name not in _constructs.CALLS):
+            if is_divisor or (inside and name not in _programs.CALLS):
                 return True
-            if name in _constructs.CALLS | _KEEPS_SUM:
+            if name in _programs.CALLS | _KEEPS_SUM:
                 waiting += [(result, place) for result in reader.outvars]
     return False
 
@@ -215,7 +214,7 @@ def label_variance(op: _checks.OpOccurrence, audit: _auditor.Auditor) -> OnePass
 @NORM_16BIT.on_operation("sqrt", "rsqrt", "pow")
 def report_variance(op: _checks.OpOccurrence, audit: _auditor.Auditor) -> None:
     """Reports the root of a rounded variance."""
-    if op.dtype == _dtypes.FLOAT32:
+    if op.dtype == _core.FLOAT32:
         audit.report(OnePass, op.operands, f", whose root is computed at {op.where}")
 
 
@@ -224,9 +223,11 @@ def is_sum(op: _checks.OpOccurrence) -> bool:
     return any(map(_contains_sum, made_of(op.operands[0], op.body, _NEAR)))
 
 
-def _contains_sum(equation: _jaxprs.Equation) -> bool:
+def _contains_sum(equation: _programs.Equation) -> bool:
     """Returns True for a sum, and for a call, such as that of `jnp.var`, that contains one."""
-    inside = (inner for jaxpr in _jaxprs.sub_jaxprs(equation) for inner in _jaxprs.equations(jaxpr))
+    inside = (
+        inner for jaxpr in _programs.sub_jaxprs(equation) for inner in _programs.equations(jaxpr)
+    )
     return any(other.primitive.name in _SUMS for other in (equation, *inside))
 
 
@@ -348,7 +349,7 @@ def _report_forward_use(use: ForwardUse, audit: _auditor.Auditor) -> ForwardUse 
     return None
 
 
-def _is_bounded(equation: _jaxprs.Equation, body: _analysis.Body) -> bool:
+def _is_bounded(equation: _programs.Equation, body: _programs.Body) -> bool:
     """Returns True for an exponential of at most 0, as in ELU and softplus, and for its logarithm.
 
     Its result is at most 1, with the rounding error of any other 16-bit operation.
@@ -364,7 +365,7 @@ def _is_bounded(equation: _jaxprs.Equation, body: _analysis.Body) -> bool:
     if name == "neg":
         positive = body.maker(maker.invars[0])
         return positive is not None and positive.primitive.name in ("abs", "square")
-    is_choice = name in ("select_n", "min") or _operations.name_of(maker) == "_where"
+    is_choice = name in ("select_n", "min") or _programs.name_of(maker) == "_where"
     sources = (body.source_of(var, _checks.LAYOUT) for var in maker.invars)
     return is_choice and any(_dataflow.number_of(source) == 0 for source in sources)
 
@@ -384,7 +385,7 @@ def counts_largest(op: _checks.OpOccurrence) -> bool:
 # ---------------------------------------------------------------------------
 
 
-def _reads(equation: _jaxprs.Equation, body: _analysis.Body) -> Iterator[_jaxprs.Equation]:
+def _reads(equation: _programs.Equation, body: _programs.Body) -> Iterator[_programs.Equation]:
     """Yields the equations that read a result, directly or after changes of layout."""
     waiting = list(equation.outvars)
     while waiting:
@@ -395,8 +396,8 @@ def _reads(equation: _jaxprs.Equation, body: _analysis.Body) -> Iterator[_jaxprs
 
 
 def made_of(
-    var: _jaxprs.Atom, body: _analysis.Body, primitives: frozenset[str], depth: int = 12
-) -> Iterator[_jaxprs.Equation]:
+    var: _programs.Atom, body: _programs.Body, primitives: frozenset[str], depth: int = 12
+) -> Iterator[_programs.Equation]:
     """Yields the equations that compute a value, and the operands of the named primitives."""
     waiting = [var]
     while waiting and depth:

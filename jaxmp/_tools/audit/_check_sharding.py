@@ -8,8 +8,7 @@ from typing import NamedTuple
 
 from jax.sharding import PartitionSpec
 
-from jaxmp._core import _dtypes
-from jaxmp._programs import _constructs, _jaxprs, _locations, _matmuls, _operations
+from jaxmp import _core, _programs
 from jaxmp._tools.audit import _auditor, _checks, _dataflow, _hlo_collectives, _labels, _trace
 from jaxmp._tools.audit._check_compiled import CompiledProgram, finding, requires_16_bits
 from jaxmp._tools.audit._check_ops import is_sum
@@ -45,13 +44,13 @@ Gather in 16 bits, and sum the gradient in FP32:
 def label_reductions(op: _checks.OpOccurrence, audit: _auditor.Auditor) -> None:
     """Labels a sum over devices in 16 bits."""
     for operand, result in zip(op.operands, op.equation.outvars, strict=True):
-        if _dtypes.is_16bit(_checks.dtype_of(operand)) and operand.aval.size > 1:
+        if _core.is_16bit(_checks.dtype_of(operand)) and operand.aval.size > 1:
             label = _labels.Reduction16Bit(op, _dataflow.GRADIENT in audit.flow.of(operand))
             audit.collected[_labels.Reduction16Bit].append(label)
             audit.flow.mark(result, label)
 
 
-@ALL_REDUCE_16BIT.on_operation(*_matmuls.MATMULS)
+@ALL_REDUCE_16BIT.on_operation(*_programs.MATMULS)
 def label_activations(op: _checks.OpOccurrence, audit: _auditor.Auditor) -> None:
     """Records that a matmul of the backward pass reads a sum, which is then an activation."""
     if op.is_backward:
@@ -75,7 +74,7 @@ def sum_note(dtype: str) -> str:
 def _report_reduction(reduction: _labels.Reduction16Bit, audit: _auditor.Auditor) -> None:
     op = reduction.op
     dtype = _checks.dtype_of(op.operands[0]).name
-    names = _operations.mesh_axes_of(op.equation)
+    names = _programs.mesh_axes_of(op.equation)
     name = repr(names[0]) if len(names) == 1 else repr(names)
     if op.is_forward and not reduction.is_gradient and is_sum(op):
         message = f"statistics of the batch are averaged over devices in {dtype} ({op.name})."
@@ -112,7 +111,7 @@ def gather_of(row: CollectiveRow, audit: _auditor.Auditor) -> Constraint | None:
     XLA names many gathers after the arguments, without a line. Then the constraint has the same
     module and number of elements.
     """
-    module_of = lambda each: _locations.module_of(each.op.location.names, audit.root)
+    module_of = lambda each: _programs.module_of(each.op.location.names, audit.root)
     gathers = [c for c in audit.collected[Constraint] if module_of(c) == row.module]
     if row.file:
         gathers = [each for each in gathers if each.op.line == (row.file, row.line)]
@@ -138,14 +137,14 @@ def fix_of_gather(gather: Constraint, dtype: str, audit: _auditor.Auditor) -> st
         gather.op.expression,
         f"jax.sharding.PartitionSpec({spec})",
         "" if is_cast else dtype,
-        has_mesh=_operations.is_in_mesh(gather.op.equation),
+        has_mesh=_programs.is_in_mesh(gather.op.equation),
     )
 
 
 def _split_of(constraint: Constraint, audit: _auditor.Auditor) -> PartitionSpec | None:
     """Returns the spec of the argument that a constraint gathers; None if it gathers none."""
     shape = constraint.op.operands[0].aval.shape
-    result = _operations.sharding_of_result(constraint.op.equation)
+    result = _programs.sharding_of_result(constraint.op.equation)
     arrays = audit.collected[_trace.Traced][-1].arrays
     for number in constraint.arguments:
         spec = getattr(getattr(arrays[number], "sharding", None), "spec", None)
@@ -350,14 +349,14 @@ class _MicrobatchLoop(NamedTuple):
     length: int | None
 
 
-@REDUCTION_PER_MICROBATCH.on_result(*_constructs.LOOPS)
+@REDUCTION_PER_MICROBATCH.on_result(*_programs.LOOPS)
 def collect_loops(op: _checks.OpOccurrence, audit: _auditor.Auditor) -> None:
     """Collects the loops over microbatches; a loop over training steps updates its arguments."""
     if op.location.differentiated or not op.is_forward:
         return
     body = op.loop.jaxpr
-    stacks = (str(equation.source_info.name_stack) for equation in _jaxprs.equations(body))
-    is_backward = any(_jaxprs.phase_of(stack) == _jaxprs.BACKWARD for stack in stacks)
+    stacks = (str(equation.source_info.name_stack) for equation in _programs.equations(body))
+    is_backward = any(_programs.phase_of(stack) == _programs.BACKWARD for stack in stacks)
     if is_backward and not audit.flow.labels(_dataflow.Update, *body.outvars):
         audit.collected[_MicrobatchLoop].append(_MicrobatchLoop(op.loop.length))
 

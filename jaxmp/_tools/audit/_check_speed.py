@@ -6,8 +6,7 @@ import functools
 import math
 from collections.abc import Iterator
 
-from jaxmp._core import _dtypes, _targets
-from jaxmp._programs import _jaxprs
+from jaxmp import _core, _programs
 from jaxmp._tools.audit._auditor import Auditor
 from jaxmp._tools.audit._check_compiled import CompiledProgram
 from jaxmp._tools.audit._checks import LAYOUT, NOTE, Check, OpOccurrence, dtype_of, named
@@ -15,7 +14,7 @@ from jaxmp._tools.audit._dataflow import From
 from jaxmp._tools.audit._hlo import Instruction, Program, Step
 from jaxmp._tools.audit._hlo_kernels import accessed, kernels, results, written
 from jaxmp._tools.audit._hlo_matmuls import is_matmul, parts
-from jaxmp._tools.audit._hlo_stats import fused_attention, required_bytes, source_of
+from jaxmp._tools.audit._hlo_stats import fused_attention, source_of
 from jaxmp._tools.audit._labels import Fact
 from jaxmp._tools.audit._rows import Finding
 from jaxmp._tools.report._section import bytes_text, counted, share_text
@@ -53,7 +52,7 @@ def note_copies(program: CompiledProgram, _: Auditor) -> Iterator[Finding]:
     hlo, chip = program.rows.origins.program, program.chip
     run = list(kernels(hlo)) if chip.platform == "gpu" else []
     total = sum(step.times * accessed(hlo, step) for step in run)
-    free = chip.usable - required_bytes(program.rows.memory)
+    free = chip.usable - program.rows.memory.required
     notes = [_copies(hlo, run), _repetitions(hlo, run, free), *_losses(hlo, run, chip)]
     size_of = lambda note: sum(size for size, _ in note[2])
     for note in sorted(notes, key=size_of, reverse=True)[:_MOST_NOTES]:
@@ -131,7 +130,7 @@ def _repetitions(program: Program, run: list[Step], free: int) -> Note:
 
 def _repeats(value: Instruction) -> bool:
     is_in_loop = "while/" in value.op_name.partition("jvp(")[2]
-    return _jaxprs.phase_of(value.op_name) == _jaxprs.RECOMPUTE and not is_in_loop
+    return _programs.phase_of(value.op_name) == _programs.RECOMPUTE and not is_in_loop
 
 
 # ---------------------------------------------------------------------------
@@ -139,7 +138,7 @@ def _repeats(value: Instruction) -> bool:
 # ---------------------------------------------------------------------------
 
 
-def _losses(program: Program, run: list[Step], chip: _targets.Target) -> Iterator[Note]:
+def _losses(program: Program, run: list[Step], chip: _core.Target) -> Iterator[Note]:
     """Yields the matmuls of the logits of losses, with the bytes that the losses could save."""
     made = [part for step in run for part in parts(program, step)]
     matmuls = {v.instruction.shapes[0].sizes: v for v in made if is_matmul(v.instruction)}
@@ -148,7 +147,7 @@ def _losses(program: Program, run: list[Step], chip: _targets.Target) -> Iterato
         moved = [(step, _touched(program, step, sizes)) for step in run]
         if any(size and _has_softmax(program, step, math.prod(sizes)) for step, size in moved):
             total = sum(size for _, size in moved)
-            with _targets.default_target(chip.name):
+            with _core.default_target(chip.name):
                 saved = total - _least(matmul)
             text = f"kernels move {matmul.times * sizes[0]:,} x {sizes[1]:,} logits and their"
             text += f" gradients: {bytes_text(total)}. linear_cross_entropy saves"
@@ -211,7 +210,7 @@ def label_rows(op: OpOccurrence, audit: Auditor) -> TableRows | None:
     """Labels rows of an FP32 argument."""
     table = op.operands[0]
     is_argument = bool(audit.flow.labels(From, table))
-    is_lookup = dtype_of(table) == _dtypes.FLOAT32 and is_argument and op.location.differentiated
+    is_lookup = dtype_of(table) == _core.FLOAT32 and is_argument and op.location.differentiated
     return TableRows(op) if is_lookup and op.is_forward else None
 
 

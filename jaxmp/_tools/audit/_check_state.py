@@ -9,9 +9,7 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
 
-from jaxmp._core import _dtypes, _trees
-from jaxmp._programs import _analysis, _jaxprs
-from jaxmp._programs._matmuls import MATMULS
+from jaxmp import _core, _programs
 from jaxmp._tools.audit import (
     _auditor,
     _check_integers,
@@ -104,7 +102,7 @@ def label_arguments(audit: _auditor.Auditor, traced: Traced) -> None:
     for number, (var, leaf) in enumerate(zip(traced.variables, traced.leaves, strict=True)):
         if _checks.dtype_of(var) in _checks.FLOATS:
             audit.flow.mark(var, From(number, _dataflow.PLUS))
-            *owner, name = _trees.path_names(leaf.path)
+            *owner, name = _core.path_names(leaf.path)
             if name not in _OF_FLAX:
                 audit.flow.mark(var, _labels.Summand(tuple(owner), name))
             if var.aval.size == 1:
@@ -131,7 +129,7 @@ def check_optimizer_state(audit: _auditor.Auditor, traced: Traced) -> Iterator[F
     states: dict[tuple[bool, str], list[int]] = {}
     kept = _moments_by_choice(traced)
     for number, aval in step.avals.items():
-        if step.in_optimizer[number] and aval.dtype in _dtypes.FLOATS_16BIT and number not in kept:
+        if step.in_optimizer[number] and aval.dtype in _core.FLOATS_16BIT and number not in kept:
             is_average = step.leaves[number].role == _roles.AVERAGE
             states.setdefault((is_average, aval.dtype.name), []).append(number)
     for (is_average, dtype), numbers in states.items():
@@ -215,10 +213,10 @@ class _Step:
     def trains_fp32(self) -> bool:
         """True if gradients update FP32 arguments only, apart from the optimizer's state."""
         dtypes = {self.dtypes[n] for n in self.learned if not self.in_optimizer[n]}
-        return bool(dtypes) and not any(map(_dtypes.is_16bit, dtypes))
+        return bool(dtypes) and not any(map(_core.is_16bit, dtypes))
 
     def _first_16bit(self) -> list[Update]:
-        return [row[0] for n, row in self.updates.items() if _dtypes.is_16bit(self.dtypes[n])]
+        return [row[0] for n, row in self.updates.items() if _core.is_16bit(self.dtypes[n])]
 
     def updates_16bit(self) -> list[Update]:
         """Returns the first update of each 16-bit argument of a training step."""
@@ -249,7 +247,7 @@ class _Step:
 
     def is_average(self, update: Update) -> bool:
         """Returns True for an average of parameters, such as an EMA."""
-        is_16bit = lambda n: _dtypes.is_16bit(self.avals[n].dtype)
+        is_16bit = lambda n: _core.is_16bit(self.avals[n].dtype)
         shapes_of = lambda numbers: {self.avals[n].shape for n in numbers}
         is_added = lambda update: update.factor == _dataflow.PLUS and update.has_gradient
         masters = {n for n, row in self.updates.items() if any(map(is_added, row))}
@@ -304,7 +302,7 @@ class _Step:
         for reader in (update.op.equation, *update.op.body.readers(result)):
             cast = update.op.made(reader)
             is_cast = reader.primitive.name == "convert_element_type"
-            is_rounding = is_cast and _dtypes.is_16bit(cast.dtype)
+            is_rounding = is_cast and _core.is_16bit(cast.dtype)
             code = _rewrite.in_fp32(cast.expression) if is_rounding else ""
             fix = "\n".join([fix, *_origins.without_rounding(cast, code)])
         return fix
@@ -323,9 +321,12 @@ def _fill(text: str, dtype: str) -> str:
     return text
 
 
-def is_compensated(addition: _jaxprs.Equation, body: _analysis.Body) -> bool:
+def is_compensated(addition: _programs.Equation, body: _programs.Body) -> bool:
     """Returns True for a Kahan sum, from which its operand is subtracted: the rest is kept."""
-    total, operands = addition.outvars[0], {v for v in addition.invars if not _jaxprs.is_literal(v)}
+    total, operands = (
+        addition.outvars[0],
+        {v for v in addition.invars if not _programs.is_literal(v)},
+    )
     differences = (e.invars for e in body.readers(total) if e.primitive.name == "sub")
     return any(total in pair and not operands.isdisjoint(pair) for pair in differences)
 
@@ -353,7 +354,7 @@ def check_rounded_masters(audit: _auditor.Auditor, traced: Traced) -> Iterator[F
     """Reports FP32 parameters whose new values the step rounds to 16 bits."""
     step = step_of(audit, traced)
     for var in traced.jaxpr.outvars:
-        labels = audit.flow.labels(Update, var) if _checks.dtype_of(var) == _dtypes.FLOAT32 else ()
+        labels = audit.flow.labels(Update, var) if _checks.dtype_of(var) == _core.FLOAT32 else ()
         numbers = {x.number for x in labels if x.number in step.updates and x.has_gradient}
         maker = traced.maker_of(var, audit.findings) if numbers and var.aval.size > 1 else None
         sources = [] if maker is None else [maker.equation.outvars[0], *maker.equation.invars]
@@ -414,14 +415,16 @@ class _InnerGradient(NamedTuple):
     is_scaled: bool
 
 
-@MISSING_LOSS_SCALE.on_operation("mul", "div", "broadcast_in_dim", *MATMULS)
+@MISSING_LOSS_SCALE.on_operation("mul", "div", "broadcast_in_dim", *_programs.MATMULS)
 def collect_inner_gradients(op: _checks.OpOccurrence, audit: _auditor.Auditor) -> None:
     """Collects float16 matmuls, and loss scales, of gradients inside of a loss."""
     if not op.is_backward:
         return
     scales = (_dataflow.is_scale(op, var, audit.flow.of) for var in op.operands)
-    is_scaled = op.name not in MATMULS and any(scales)
-    is_float16 = op.name in MATMULS and _dtypes.FLOAT16 in map(_checks.dtype_of, op.operands)
+    is_scaled = op.name not in _programs.MATMULS and any(scales)
+    is_float16 = op.name in _programs.MATMULS and _core.FLOAT16 in map(
+        _checks.dtype_of, op.operands
+    )
     if is_scaled or is_float16:
         chain = reversed([op.equation, *op.enclosing])
         stack = "/".join(str(equation.source_info.name_stack) for equation in chain)

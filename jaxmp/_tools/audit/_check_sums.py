@@ -11,9 +11,8 @@ import jax.tree_util as jtu
 import numpy as np
 from jax.extend.core import JaxprEqn
 
-from jaxmp._core import _dtypes
-from jaxmp._programs import _analysis, _constructs, _jaxprs, _operations
-from jaxmp._programs._interpreter import Frame
+from jaxmp import _core, _programs
+from jaxmp._programs import Frame
 from jaxmp._tools.audit import _check_ops, _check_state, _checks, _dataflow, _labels, _origins
 from jaxmp._tools.audit._auditor import Auditor
 from jaxmp._tools.audit._checks import OpOccurrence
@@ -73,16 +72,16 @@ def check_sum(op: OpOccurrence, dtype: np.dtype, audit: Auditor) -> None:
         audit.add(_check_ops.REDUCTION_16BIT, op, message, fix, severity=_checks.WARNING)
 
 
-@_check_ops.REDUCTION_16BIT.on_result(*_constructs.LOOPS)
+@_check_ops.REDUCTION_16BIT.on_result(*_programs.LOOPS)
 def check_loop(op: OpOccurrence, audit: Auditor) -> None:
     """Reports a loop that adds to a 16-bit carry what does not depend on that carry.
 
     A residual stream, whose summand is computed from the carry itself, is not an accumulator.
     """
     loop = op.loop
-    body = _analysis.Body(loop.jaxpr)
+    body = _programs.Body(loop.jaxpr)
     for before, after in zip(loop.incoming, loop.outgoing, strict=True):
-        if _checks.dtype_of(before) in _dtypes.FLOATS_16BIT and not _jaxprs.is_literal(after):
+        if _checks.dtype_of(before) in _core.FLOATS_16BIT and not _programs.is_literal(after):
             makers = _check_ops.made_of(after, body, _PUTS)
             addition = next((e for e in makers if _adds_to(e, before, body)), None)
             if addition is not None and not _check_state.is_compensated(addition, body):
@@ -103,9 +102,9 @@ def _terms(op: OpOccurrence) -> int:
     """Returns the largest number of elements that a reduction combines into one."""
     equation, operand = op.equation, op.operands[0].aval
     if op.name == "reduce_window_sum":
-        return _operations.window_of(equation)
+        return _programs.window_of(equation)
     if not op.name.startswith("scatter"):
-        return math.prod(operand.shape[axis] for axis in _operations.axes_of(equation))
+        return math.prod(operand.shape[axis] for axis in _programs.axes_of(equation))
     if op.is_backward:
         # In the gradient of a lookup, the indices are those of different rows; the mean counts.
         return math.ceil(equation.invars[2].aval.size / max(operand.size, 1))
@@ -114,7 +113,7 @@ def _terms(op: OpOccurrence) -> int:
 
 
 def _report_carry(
-    op: OpOccurrence, carry: _jaxprs.Atom, addition: _jaxprs.Equation, audit: Auditor
+    op: OpOccurrence, carry: _programs.Atom, addition: _programs.Equation, audit: Auditor
 ) -> None:
     dtype, loop = _checks.dtype_of(carry), op.loop
     inner = op.made_in(loop, addition)
@@ -135,7 +134,7 @@ def _report_carry(
 
 
 def fix_carry(
-    loop: OpOccurrence, carry: _jaxprs.Atom, addition: OpOccurrence, audit: Auditor
+    loop: OpOccurrence, carry: _programs.Atom, addition: OpOccurrence, audit: Auditor
 ) -> str:
     """Returns the fix of a 16-bit carry: its first value and its summands in FP32.
 
@@ -171,7 +170,7 @@ def fix_carry(
             lines += _origins.without_rounding(rounding, _rewrite.in_fp32(rounding.expression))
         elif (
             _checks.half_of([var]) is not None
-            and not _jaxprs.is_literal(var)
+            and not _programs.is_literal(var)
             and var not in dependents
         ):
             summand = index
@@ -184,7 +183,7 @@ def _is_after_gradient(op: OpOccurrence) -> bool:
     return op.is_forward and not op.location.differentiated
 
 
-def _adds_to(addition: _jaxprs.Equation, before: _jaxprs.Atom, loop: _analysis.Body) -> bool:
+def _adds_to(addition: _programs.Equation, before: _programs.Atom, loop: _programs.Body) -> bool:
     """Returns True for a sum of a carry of a loop and a value that does not depend on it.
 
     The carry may be a part of an array, or have been added to before.
@@ -197,12 +196,12 @@ def _adds_to(addition: _jaxprs.Equation, before: _jaxprs.Atom, loop: _analysis.B
     pairs = [(carry, other)] if name.startswith("scatter") else [(carry, other), (other, carry)]
     dependents = loop.dependents([before])
     return any(
-        _is_running(var, before, loop) and (_jaxprs.is_literal(term) or term not in dependents)
+        _is_running(var, before, loop) and (_programs.is_literal(term) or term not in dependents)
         for var, term in pairs
     )
 
 
-def _is_running(var: _jaxprs.Atom, before: _jaxprs.Atom, loop: _analysis.Body) -> bool:
+def _is_running(var: _programs.Atom, before: _programs.Atom, loop: _programs.Body) -> bool:
     source = loop.source_of(var, _TAKES)
     maker = loop.maker(source)
     return source is before or (maker is not None and _adds_to(maker, before, loop))
@@ -232,10 +231,10 @@ class _Linear(NamedTuple):
     factor: float | None = 1.0
     is_scaled: bool = False
     # The last sum of the carry and an increment.
-    addition: _jaxprs.Equation | None = None
+    addition: _programs.Equation | None = None
 
 
-@_check_ops.ACCUMULATOR_16BIT.on_result(*_constructs.LOOPS)
+@_check_ops.ACCUMULATOR_16BIT.on_result(*_programs.LOOPS)
 def check_recurrence(op: OpOccurrence, audit: Auditor) -> None:
     """Reports a 16-bit carry that is scaled and added to in each step.
 
@@ -247,7 +246,7 @@ def check_recurrence(op: OpOccurrence, audit: Auditor) -> None:
     carries = [var for var in loop.incoming if _checks.dtype_of(var) in _checks.FLOATS]
     pairs = zip(loop.incoming, loop.outgoing, strict=True)
     for carry, result in pairs if op.is_forward else ():
-        if _checks.dtype_of(carry) in _dtypes.FLOATS_16BIT and not _jaxprs.is_literal(result):
+        if _checks.dtype_of(carry) in _core.FLOATS_16BIT and not _programs.is_literal(result):
             carried = {var: False for var in carries} | {carry: _Linear()}
             args = [carried.get(var) for var in loop.jaxpr.invars]
             linear = _Linearity().frame(loop.jaxpr, args).values.get(result)
@@ -255,7 +254,7 @@ def check_recurrence(op: OpOccurrence, audit: Auditor) -> None:
                 _report_recurrence(op, carry, linear, loop, audit)
 
 
-class _Linearity(_analysis.Forward):
+class _Linearity(_programs.Forward):
     """Facts of values in a loop: `None` without a carry, `False` if they are not linear in it."""
 
     def equation(self, equation: JaxprEqn, operands: list[Any], frame: Frame) -> list[Any]:
@@ -263,9 +262,9 @@ class _Linearity(_analysis.Forward):
         return [_linear_after(equation, operands) if is_read else None] * len(equation.outvars)
 
 
-def _linear_after(equation: _jaxprs.Equation, facts: list[Any]) -> _Linear | Literal[False]:
+def _linear_after(equation: _programs.Equation, facts: list[Any]) -> _Linear | Literal[False]:
     name, operands = equation.primitive.name, equation.invars
-    name = "select_n" if _operations.name_of(equation) == "_where" else name
+    name = "select_n" if _programs.name_of(equation) == "_where" else name
     rows = [fact for fact in facts if fact is not None]
     if not all(rows):
         return False
@@ -287,7 +286,7 @@ def _linear_after(equation: _jaxprs.Equation, facts: list[Any]) -> _Linear | Lit
 
 
 def _report_recurrence(
-    op: OpOccurrence, carry: _jaxprs.Atom, linear: _Linear, loop: _constructs.Inner, audit: Auditor
+    op: OpOccurrence, carry: _programs.Atom, linear: _Linear, loop: _programs.Inner, audit: Auditor
 ) -> None:
     dtype, length, factor = _checks.dtype_of(carry).name, loop.length, linear.factor
     terms = length or 2**31
@@ -319,7 +318,7 @@ def check_running_state(audit: Auditor, traced: Traced) -> Iterator[Finding]:
         if factor == _dataflow.PLUS:
             text = "are sums in 16 bits: a sum of ones stops at {limit}"
         operands = updates[0].op.operands
-        literals = [abs(float(x.val)) for x in operands if _jaxprs.is_literal(x)]
+        literals = [abs(float(x.val)) for x in operands if _programs.is_literal(x)]
         wide = "int32" if factor == _dataflow.PLUS and 1 in literals else "float32"
         fix = step.fix(updates[0], wide)
         yield from step.findings(_check_ops.ACCUMULATOR_16BIT, updates, text, fix)
@@ -377,12 +376,12 @@ def report_changes(audit: Auditor, traced: Traced) -> None:
     """Reports changed copies that the step returns in place of its 16-bit parameters."""
     shapes = {(v.aval.shape, _checks.dtype_of(v)) for v in traced.variables if v.aval.size > 1}
 
-    def is_average(var: _jaxprs.Atom) -> bool:
+    def is_average(var: _programs.Atom) -> bool:
         sums = [x for x in audit.flow.of(var) if isinstance(x, (_dataflow.From, _dataflow.Update))]
-        return any(_dtypes.is_16bit(_checks.dtype_of(traced.variables[x.number])) for x in sums)
+        return any(_core.is_16bit(_checks.dtype_of(traced.variables[x.number])) for x in sums)
 
     outs = [v for v in traced.jaxpr.outvars if (v.aval.shape, _checks.dtype_of(v)) in shapes]
-    results = [v for v in outs if _jaxprs.is_literal(v) or not is_average(v)]
+    results = [v for v in outs if _programs.is_literal(v) or not is_average(v)]
     audit.report(ChangedCopy, results, ", so that the masters do not have the change")
 
 

@@ -11,9 +11,8 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
+from jaxmp import _core, _programs
 from jaxmp._attention import MARK
-from jaxmp._core import _dtypes
-from jaxmp._programs import _analysis, _constructs, _jaxprs, _locations, _matmuls, _operations
 from jaxmp._tools.audit._rows import ERROR as ERROR
 from jaxmp._tools.audit._rows import NOTE as NOTE
 from jaxmp._tools.audit._rows import WARNING as WARNING
@@ -119,7 +118,7 @@ class PendingFinding:
 
     check: Check
     severity: str
-    names: _jaxprs.Path
+    names: _programs.Path
     primitive: str
     line: tuple[str, int]
     message: str
@@ -131,7 +130,7 @@ class PendingFinding:
     # Results of the operations, if these are outside of modules and derivatives and read values
     # that were computed from gradients. Such an operation belongs to the optimizer if a parameter
     # or the optimizer's state is computed from its result.
-    after_gradient: list[_jaxprs.Atom] = dataclasses.field(default_factory=list)
+    after_gradient: list[_programs.Atom] = dataclasses.field(default_factory=list)
     # FLOPs of the matmuls that a promotion makes wide, and whether it has another consequence.
     harmed_flops: int = 0
     has_other_harm: bool = False
@@ -148,7 +147,7 @@ class PendingFindings:
     def __init__(self, is_after_gradient: Callable[[OpOccurrence], bool]) -> None:
         self._is_after_gradient = is_after_gradient
         self._by_key: dict[tuple[object, ...], PendingFinding] = {}
-        self.lines = _locations.Lines()
+        self.lines = _programs.Lines()
         # Replacements of expressions that fixes may contain.
         self.edits: list[_source.Edit] = []
         # False if no fixes are required.
@@ -191,7 +190,7 @@ class PendingFindings:
         finding.after_gradient += op.equation.outvars if is_after else ()
         finding.count += 1
         finding.flops += flops
-        finding.bytes += bytes_of_matmul(op) if op.name in _matmuls.MATMULS else 0
+        finding.bytes += bytes_of_matmul(op) if op.name in _programs.MATMULS else 0
         return finding
 
     def __iter__(self) -> Iterator[PendingFinding]:
@@ -199,7 +198,7 @@ class PendingFindings:
 
 
 # Floating-point dtypes that the audit compares; FP8 is not among them.
-FLOATS = _dtypes.CASTABLE | {_dtypes.FLOAT64}
+FLOATS = _core.CASTABLE | {_core.FLOAT64}
 
 
 def named(text: str) -> frozenset[str]:
@@ -219,10 +218,10 @@ PERIODIC = named("sin cos tan")
 class OpOccurrence(NamedTuple):
     """An equation, its location, and the number of its executions."""
 
-    equation: _jaxprs.Equation
-    location: _locations.Location
+    equation: _programs.Equation
+    location: _programs.Location
     times: int
-    body: _analysis.Body
+    body: _programs.Body
     # Those of the audit, with the files of the user.
     findings: PendingFindings
     # The operation that contains it.
@@ -233,26 +232,26 @@ class OpOccurrence(NamedTuple):
         return self.equation.primitive.name
 
     @property
-    def operands(self) -> list[_jaxprs.Atom]:
+    def operands(self) -> list[_programs.Atom]:
         return self.equation.invars
 
     @property
-    def result(self) -> _jaxprs.Atom:
+    def result(self) -> _programs.Atom:
         """The first result."""
         return self.equation.outvars[0]
 
-    def made(self, equation: _jaxprs.Equation) -> OpOccurrence:
+    def made(self, equation: _programs.Equation) -> OpOccurrence:
         """Returns another equation of the same jaxpr."""
         return self._replace(equation=equation)
 
-    def made_by(self, var: _jaxprs.Atom, through: frozenset[str]) -> OpOccurrence | None:
+    def made_by(self, var: _programs.Atom, through: frozenset[str]) -> OpOccurrence | None:
         """Returns the operation that makes a value, before those of the named primitives."""
         maker = self.body.maker_through(var, through)
         return None if maker is None else self.made(maker)
 
-    def made_in(self, loop: _constructs.Inner, equation: _jaxprs.Equation) -> OpOccurrence:
+    def made_in(self, loop: _programs.Inner, equation: _programs.Equation) -> OpOccurrence:
         """Returns an equation of the body of a loop, which is this operation."""
-        return self._replace(equation=equation, body=_analysis.Body(loop.jaxpr), outer=self)
+        return self._replace(equation=equation, body=_programs.Body(loop.jaxpr), outer=self)
 
     @property
     def dtype(self) -> Any:
@@ -263,20 +262,20 @@ class OpOccurrence(NamedTuple):
     def rounded(self) -> np.dtype | None:
         """The 16-bit dtype of a cast from FP32; None for other operations."""
         is_cast = self.name == "convert_element_type"
-        is_wide = is_cast and dtype_of(self.operands[0]) == _dtypes.FLOAT32
+        is_wide = is_cast and dtype_of(self.operands[0]) == _core.FLOAT32
         return half_of([self.result]) if is_wide else None
 
     @property
-    def loop(self) -> _constructs.Inner:
+    def loop(self) -> _programs.Inner:
         """The body of a loop."""
-        loop = _constructs.loop_of(self.equation)
+        loop = _programs.loop_of(self.equation)
         assert loop is not None
         return loop
 
     @property
     def module(self) -> str:
         """The path by which rules find its module; "" for the root."""
-        return _jaxprs.module_paths_of(self.location.names)[0]
+        return _programs.module_paths_of(self.location.names)[0]
 
     @property
     def codes(self) -> list[CodeType]:
@@ -301,7 +300,7 @@ class OpOccurrence(NamedTuple):
     @property
     def is_own_call(self) -> bool:
         """True if the user's own code contains the call that made the equation."""
-        call = _locations.call_site(self.equation)
+        call = _programs.call_site(self.equation)
         return call is not None and self.findings.lines.is_own(call[0].co_filename)
 
     @property
@@ -312,24 +311,24 @@ class OpOccurrence(NamedTuple):
     @property
     def is_forward(self) -> bool:
         """False in a backward pass, and in what it computes again."""
-        return self.location.phase == _jaxprs.FORWARD
+        return self.location.phase == _programs.FORWARD
 
     @property
     def is_backward(self) -> bool:
-        return self.location.phase == _jaxprs.BACKWARD
+        return self.location.phase == _programs.BACKWARD
 
     @property
-    def enclosing(self) -> tuple[_jaxprs.Equation, ...]:
+    def enclosing(self) -> tuple[_programs.Equation, ...]:
         """The equations that contain it, innermost first."""
         return () if self.outer is None else (self.outer.equation, *self.outer.enclosing)
 
     @property
     def caller(self) -> str:
         """Name of the jitted function that contains it directly; "" if there is none."""
-        return "" if self.outer is None else _operations.name_of(self.outer.equation)
+        return "" if self.outer is None else _programs.name_of(self.outer.equation)
 
 
-def dtype_of(var: _jaxprs.Atom) -> Any:
+def dtype_of(var: _programs.Atom) -> Any:
     """Returns the dtype of a variable; None if it has none."""
     return getattr(var.aval, "dtype", None)
 
@@ -340,26 +339,26 @@ def bytes_of_matmul(op: OpOccurrence) -> int:
     return op.times * sum(math.prod(aval.shape) * aval.dtype.itemsize for aval in avals)
 
 
-def half_of(variables: Iterable[_jaxprs.Atom]) -> np.dtype | None:
+def half_of(variables: Iterable[_programs.Atom]) -> np.dtype | None:
     """Returns the first 16-bit floating-point dtype among variables, or None."""
     for var in variables:
         dtype = dtype_of(var)
-        if dtype in _dtypes.FLOATS_16BIT:
+        if dtype in _core.FLOATS_16BIT:
             return dtype
     return None
 
 
-def is_attention(equation: _jaxprs.Equation) -> bool:
+def is_attention(equation: _programs.Equation) -> bool:
     """Returns True for a call of jaxmp's own attention, in any implementation."""
-    return _operations.name_of(equation).startswith(f"{MARK}_")
+    return _programs.name_of(equation).startswith(f"{MARK}_")
 
 
-def is_internal_matmul(op: OpOccurrence, matmul: _matmuls.Matmul) -> bool:
+def is_internal_matmul(op: OpOccurrence, matmul: _programs.Matmul) -> bool:
     """Returns True for matmuls that jaxmp's attention computes in FP32 from 16-bit operands.
 
     On devices without Tensor Cores it multiplies the gradient of the logits in FP32.
     """
     calls = (equation for equation in op.enclosing if is_attention(equation))
-    return _dtypes.FLOAT32 in (matmul.lhs, matmul.rhs) and any(
+    return _core.FLOAT32 in (matmul.lhs, matmul.rhs) and any(
         half_of(equation.invars) is not None for equation in calls
     )

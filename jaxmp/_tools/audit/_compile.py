@@ -21,9 +21,8 @@ from jax.sharding import (
     SingleDeviceSharding,
 )
 
-from jaxmp._core import _compat, _targets
-from jaxmp._core._messages import missing_dependency
-from jaxmp._programs import _analysis, _jaxprs, _locations, _operations
+from jaxmp import _core, _programs
+from jaxmp._core import _compat
 from jaxmp.errors import AuditError, TargetError
 
 if TYPE_CHECKING:
@@ -69,7 +68,7 @@ device_description_str: "{name}"
 
 # Compute capability -> threads and bytes of shared memory of a multiprocessor (CUDA C++ Programming
 # Guide, table "Technical specifications per compute capability").
-_MULTIPROCESSORS: dict[_targets.Capability, tuple[int, int]] = {
+_MULTIPROCESSORS: dict[_core.Capability, tuple[int, int]] = {
     (7, 5): (1024, 65536),
     (8, 0): (2048, 167936),
     (8, 6): (1536, 102400),
@@ -81,7 +80,7 @@ _MULTIPROCESSORS: dict[_targets.Capability, tuple[int, int]] = {
 }
 
 
-def describe(gpu: _targets.Target) -> str:
+def describe(gpu: _core.Target) -> str:
     """Returns the description that XLA's compiler reads."""
     assert gpu.capability and gpu.multiprocessors
     major, minor = gpu.capability
@@ -121,7 +120,7 @@ class Compiled(NamedTuple):
     # Axis -> size, in the order of the devices, and the shardings of the arguments on this mesh.
     mesh: dict[str, int]
     shardings: list[Any]
-    chip: _targets.Target
+    chip: _core.Target
 
 
 def compile_lowered(lowered: Any, options: Any) -> tuple[str, Any]:
@@ -131,7 +130,7 @@ def compile_lowered(lowered: Any, options: Any) -> tuple[str, Any]:
 
 
 def compile_for(
-    target: _targets.TargetLike,
+    target: _core.TargetLike,
     traced: Traced,
     compiler: Callable[[Any, Any], tuple[str, Any]] = compile_lowered,
 ) -> Compiled:
@@ -152,7 +151,7 @@ def compile_for(
         XLA cannot compile the program.
       MissingDependencyError: if neither the GPU nor XLA's GPU compiler is installed.
     """
-    mesh, chip = _mesh_of(traced), _targets.get_target(target)
+    mesh, chip = _mesh_of(traced), _core.get_target(target)
     count = 1 if mesh is None else mesh.size
     real = _real_devices(chip, mesh, count)
     devices = real or _described(chip, count)
@@ -160,7 +159,9 @@ def compile_for(
     asked, donated = asked_by(traced.jaxpr)
     shapes = [move.shape(array, asked.get(n)) for n, array in enumerate(traced.arrays)]
     closed = (
-        traced.closed if mesh is None else _jaxprs.with_parameters(_in_jit(traced), move.parameter)
+        traced.closed
+        if mesh is None
+        else _programs.with_parameters(_in_jit(traced), move.parameter)
     )
     run = jax.extend.core.jaxpr_as_fun(closed)
     options = None if real or chip.platform == "tpu" else _WITHOUT_GPU
@@ -207,7 +208,7 @@ def _in_jit(traced: Traced) -> Any:
 # ---------------------------------------------------------------------------
 
 
-def _real_devices(chip: _targets.Target, mesh: Mesh | AbstractMesh | None, count: int) -> list[Any]:
+def _real_devices(chip: _core.Target, mesh: Mesh | AbstractMesh | None, count: int) -> list[Any]:
     """Returns `count` local devices if they are the target; otherwise none.
 
     A mesh of the arguments keeps its order. Devices of other processes are not used, because all
@@ -227,7 +228,7 @@ def _devices_of(mesh: object) -> list[Any]:
     return list(mesh.devices.flat) if isinstance(mesh, Mesh) else []
 
 
-def check_compiler(chip: _targets.Target) -> None:
+def check_compiler(chip: _core.Target) -> None:
     """Checks that XLA's compiler for a chip is installed.
 
     Raises:
@@ -240,10 +241,10 @@ def check_compiler(chip: _targets.Target) -> None:
     with contextlib.suppress(ModuleNotFoundError):
         if any(map(importlib.util.find_spec, modules)):
             return
-    raise missing_dependency(package, f"XLA's compiler for {chip.name}", extra)
+    raise _core.missing_dependency(package, f"XLA's compiler for {chip.name}", extra)
 
 
-def _described(chip: _targets.Target, count: int) -> list[Any]:
+def _described(chip: _core.Target, count: int) -> list[Any]:
     check_compiler(chip)
     if chip.platform == "tpu":
         return _compat.described_tpus(chip.name, count)
@@ -276,7 +277,7 @@ def _mesh_of(traced: Traced) -> Any:
         )
     if any(mesh.size > 1 for mesh in meshes):
         return max(meshes, key=lambda mesh: mesh.size)
-    values = (v for equation in _jaxprs.equations(traced.jaxpr) for v in equation.params.values())
+    values = (v for equation in _programs.equations(traced.jaxpr) for v in equation.params.values())
     named = (mesh for value in values for mesh in _meshes_in(value))
     current = _meshes_in(_compat.current_mesh())
     return max((*meshes, *named, *current), key=lambda mesh: mesh.size, default=None)
@@ -291,10 +292,10 @@ def _meshes_in(value: object) -> list[Any]:
 
 def asked_by(jaxpr: Jaxpr) -> tuple[dict[int, NamedSharding], list[int]]:
     """Returns what the user's `jit` sets for arguments: their shardings, and those it donates."""
-    body, shardings, donated = _analysis.Body(jaxpr), {}, []
+    body, shardings, donated = _programs.Body(jaxpr), {}, []
     for number, var in enumerate(jaxpr.invars):
         for reader in body.readers(var):
-            flags = _operations.jit_of(reader)
+            flags = _programs.jit_of(reader)
             rows = zip(reader.invars, flags.shardings, flags.donated, strict=True)
             for _, sharding, is_donated in (row for row in rows if row[0] is var):
                 if isinstance(sharding, NamedSharding):
@@ -356,8 +357,8 @@ class _Move:
 
 def _no_callbacks(target: str, traced: Traced) -> AuditError:
     """Returns the error for a program with host callbacks, which XLA compiles for real devices."""
-    calls = [e for e in _jaxprs.equations(traced.jaxpr) if e.primitive.name in _CALLBACKS]
-    text = ", ".join("{}:{}".format(*_locations.Lines().of((e,))) for e in calls)
+    calls = [e for e in _programs.equations(traced.jaxpr) if e.primitive.name in _CALLBACKS]
+    text = ", ".join("{}:{}".format(*_programs.Lines().of((e,))) for e in calls)
     return AuditError(
         f"the program calls Python on the host ({text}), which cannot be compiled for {target} "
         "on a machine without this chip. Remove the call for this analysis, for example by\n"

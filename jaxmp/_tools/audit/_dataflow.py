@@ -10,12 +10,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxmp._core import _dtypes
-from jaxmp._programs import _analysis, _jaxprs, _matmuls, _operations
+from jaxmp import _core, _programs
 from jaxmp._tools.audit._checks import LAYOUT, OpOccurrence, dtype_of, named
 
 # Operand -> its labels.
-LabelsOf = Callable[[_jaxprs.Atom], frozenset[Any]]
+LabelsOf = Callable[[_programs.Atom], frozenset[Any]]
 
 # Label of a value of a backward pass, and of values computed from it.
 GRADIENT = "computed from gradients"
@@ -103,9 +102,9 @@ def lineage(op: OpOccurrence, own: frozenset[Any], labels_of: LabelsOf) -> froze
     return frozenset(summands | _updates(op, summands, labels_of) | _terms(op, labels_of))
 
 
-def number_of(var: _jaxprs.Atom) -> float | None:
+def number_of(var: _programs.Atom) -> float | None:
     """Returns the value of a constant scalar, or None."""
-    return float(var.val) if _jaxprs.is_literal(var) and math.prod(var.aval.shape) == 1 else None
+    return float(var.val) if _programs.is_literal(var) and math.prod(var.aval.shape) == 1 else None
 
 
 def _negated(labels: Iterable[Any]) -> frozenset[Any]:
@@ -115,7 +114,7 @@ def _negated(labels: Iterable[Any]) -> frozenset[Any]:
 
 
 def _scaled(
-    name: str, operands: Sequence[_jaxprs.Atom], each: list[frozenset[Any]]
+    name: str, operands: Sequence[_programs.Atom], each: list[frozenset[Any]]
 ) -> frozenset[Any]:
     for array, scalar in ((0, 1), (1, 0)) if name == "mul" else ((0, 1),):
         factor = _factor(name, operands[scalar], each[scalar])
@@ -125,7 +124,7 @@ def _scaled(
     return frozenset()
 
 
-def _factor(name: str, scalar: _jaxprs.Atom, labels: frozenset[Any]) -> str | None:
+def _factor(name: str, scalar: _programs.Atom, labels: frozenset[Any]) -> str | None:
     """Returns the size of a scalar factor; None for an array."""
     values = [x.value for x in labels if isinstance(x, Scalar)]
     if math.prod(scalar.aval.shape) == 1:
@@ -165,7 +164,7 @@ def _updates(op: OpOccurrence, summands: set[Any], labels_of: LabelsOf) -> set[A
 
 def _terms(op: OpOccurrence, labels_of: LabelsOf) -> set[Any]:
     """Returns the number of summed gradients, if all summands are gradients."""
-    if not _dtypes.is_16bit(dtype_of(op.result)) or op.result.aval.size == 1:
+    if not _core.is_16bit(dtype_of(op.result)) or op.result.aval.size == 1:
         return set()
     counts = []
     for var in op.operands:
@@ -176,7 +175,7 @@ def _terms(op: OpOccurrence, labels_of: LabelsOf) -> set[Any]:
     return {Terms(sum(counts))}
 
 
-def is_chosen_scale(equation: _jaxprs.Equation) -> bool:
+def is_chosen_scale(equation: _programs.Equation) -> bool:
     """Returns True for a choice of large constants, as for the cotangent of a static loss scale."""
     if equation.primitive.name != "select_n" or equation.outvars[0].aval.size != 1:
         return False
@@ -184,14 +183,14 @@ def is_chosen_scale(equation: _jaxprs.Equation) -> bool:
     return any(value is not None and abs(value) >= 8 for value in values)
 
 
-def is_scale(op: OpOccurrence, var: _jaxprs.Atom, labels_of: LabelsOf) -> bool:
+def is_scale(op: OpOccurrence, var: _programs.Atom, labels_of: LabelsOf) -> bool:
     """Returns True if an equation of a backward pass reads a loss scale as its operand `var`.
 
     A loss scale is a scalar of the program's state, or a large constant factor.
     """
     if math.prod(getattr(var.aval, "shape", (0,))) != 1:
         return False
-    value = number_of(var) if dtype_of(var) in _dtypes.CASTABLE else None
+    value = number_of(var) if dtype_of(var) in _core.CASTABLE else None
     if value is None:
         return SCALAR in labels_of(var)
     size = abs(value)
@@ -255,7 +254,7 @@ def _exponent(name: str, op: OpOccurrence, exponents: list[float | None]) -> flo
     if name == "div":
         return known[0] - known[1]
     if name in _ROOTS or name == "integer_pow":
-        return known[0] * (_ROOTS[name] if name in _ROOTS else _operations.exponent_of(op.equation))
+        return known[0] * (_ROOTS[name] if name in _ROOTS else _programs.exponent_of(op.equation))
     if name in _LINEAR:
         return known[0]
     if name in _JOINS:
@@ -265,14 +264,14 @@ def _exponent(name: str, op: OpOccurrence, exponents: list[float | None]) -> flo
     return None
 
 
-def _is_neutral(var: _jaxprs.Atom, op: OpOccurrence) -> bool:
+def _is_neutral(var: _programs.Atom, op: OpOccurrence) -> bool:
     """Returns True for summands that leave a value proportional: 0, an epsilon, infinity and NaN.
 
     In a backward pass, such are all summands that are not proportional to the scale.
     """
     source = op.body.source_of(var, named("broadcast_in_dim square neg convert_element_type"))
     is_large = lambda value: np.any(np.isfinite(value) & (np.abs(value) > 1e-3))
-    is_constant = _jaxprs.is_literal(source) and not is_large(source.val)
+    is_constant = _programs.is_literal(source) and not is_large(source.val)
     return op.is_backward or is_constant
 
 
@@ -288,12 +287,12 @@ def is_of_power_iteration(op: OpOccurrence) -> bool:
     matrix = _matrix_of(op.equation, op.body)
     if matrix is None or not op.is_forward:
         return False
-    here = _jaxprs.equations(op.body.jaxpr, inside=False)
+    here = _programs.equations(op.body.jaxpr, inside=False)
     products = [each for each in here if _matrix_of(each, op.body) is matrix]
     return any(_is_normalized(product, matrix, op.body) for product in products)
 
 
-def _matrix_of(equation: _jaxprs.Equation, body: _analysis.Body) -> _jaxprs.Atom | None:
+def _matrix_of(equation: _programs.Equation, body: _programs.Body) -> _programs.Atom | None:
     """Returns the matrix that an equation multiplies by one vector; None for other equations."""
     if equation.primitive.name != "dot_general":
         return None
@@ -303,21 +302,23 @@ def _matrix_of(equation: _jaxprs.Equation, body: _analysis.Body) -> _jaxprs.Atom
     return body.source_of(matrix, LAYOUT) if is_product else None
 
 
-def _is_normalized(equation: _jaxprs.Equation, matrix: _jaxprs.Atom, body: _analysis.Body) -> bool:
+def _is_normalized(
+    equation: _programs.Equation, matrix: _programs.Atom, body: _programs.Body
+) -> bool:
     """Returns True if the vector of a product is a quotient of such a product and its norm."""
     vector = min(equation.invars, key=lambda var: var.aval.size)
-    before = near(vector, body, lambda maker: maker.primitive.name not in _matmuls.MATMULS)
+    before = near(vector, body, lambda maker: maker.primitive.name not in _programs.MATMULS)
     makers = [maker for maker in map(body.maker, before) if maker is not None]
-    inside = [jaxpr for maker in makers for jaxpr in _jaxprs.sub_jaxprs(maker)]
-    names = {maker.primitive.name for maker in makers}.union(*map(_analysis.primitives, inside))
+    inside = [jaxpr for maker in makers for jaxpr in _programs.sub_jaxprs(maker)]
+    names = {maker.primitive.name for maker in makers}.union(*map(_programs.primitives, inside))
     has_root = not names.isdisjoint(("sqrt", "rsqrt"))
     has_product = any(_matrix_of(maker, body) is matrix for maker in makers)
     return has_root and has_product
 
 
 def near(
-    var: _jaxprs.Atom, body: _analysis.Body, enters: Callable[[Any], bool] = lambda _: True
-) -> Iterator[_jaxprs.Atom]:
+    var: _programs.Atom, body: _programs.Body, enters: Callable[[Any], bool] = lambda _: True
+) -> Iterator[_programs.Atom]:
     """Yields a value and the first values that it is computed from.
 
     Args:
@@ -325,10 +326,10 @@ def near(
       body: the jaxpr that contains it.
       enters: equation -> True if its operands are to be visited.
     """
-    sources, waiting = set[_jaxprs.Atom](), collections.deque([var])
+    sources, waiting = set[_programs.Atom](), collections.deque([var])
     while waiting and len(sources) < _MOST_STEPS:
         source = waiting.popleft()
-        if _jaxprs.is_literal(source) or source in sources:
+        if _programs.is_literal(source) or source in sources:
             continue
         yield source
         sources.add(source)

@@ -9,10 +9,11 @@ import json
 from collections.abc import Callable
 from typing import Any
 
+from jaxmp import _core
 from jaxmp._attention import AttentionExplanation, recorded_choices
 from jaxmp._autocast import _resolve, autocast, explain_operations
 from jaxmp._autocast._explain import AutocastExplanation
-from jaxmp._core import _compat, _explanation
+from jaxmp._core import _compat
 from jaxmp._policies import _load, _recipe, _required
 from jaxmp._tools.audit import _fp8_forms
 from jaxmp.errors import JaxmpError
@@ -49,9 +50,9 @@ class Explanation:
     fp8: _explain.Fp8Explanation = dataclasses.field(default_factory=_explain.Fp8Explanation)
     attention: tuple[AttentionExplanation, ...] = ()
 
-    def sections(self) -> list[tuple[str, _explanation.ExplanationSection[Any]]]:
+    def sections(self) -> list[tuple[str, _core.ExplanationSection[Any]]]:
         """Returns the sections with content, by title."""
-        titled: list[tuple[str, _explanation.ExplanationSection[Any] | None]] = [
+        titled: list[tuple[str, _core.ExplanationSection[Any] | None]] = [
             ("policies", self.policies),
             ("autocast", self.autocast),
             ("fp8", self.fp8 if self.fp8.rows else None),
@@ -70,7 +71,7 @@ class Explanation:
             "fp8": self.fp8.to_dict(),
             "attention": [call.to_dict() for call in self.attention],
         }
-        return json.dumps(fields, indent=1, default=_explanation.to_text)
+        return json.dumps(fields, indent=1, default=_core.to_text)
 
 
 def explain(

@@ -6,8 +6,7 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
-from jaxmp._core import _dtypes
-from jaxmp._programs import _constructs, _jaxprs, _matmuls, _operations
+from jaxmp import _core, _programs
 
 # Form of a matmul that always runs in 16 bits -> its name, and the reason.
 FORMS = {
@@ -20,20 +19,20 @@ FORMS = {
 def excluded_form(equation: Any) -> tuple[str, str]:
     """Returns the name of a form that never runs in FP8, and the reason; ("", "") for others."""
     name = equation.primitive.name
-    is_plain = name == "dot_general" and not _operations.dot_of(equation).batch[0]
+    is_plain = name == "dot_general" and not _programs.dot_of(equation).batch[0]
     return ("", "") if is_plain else FORMS.get(name, ("", ""))
 
 
 def share_notes(jaxpr: Any) -> Iterator[str]:
     """Yields the share of a program's FLOPs in FP8, and the forms of matmuls that are not."""
-    flops = _matmuls.count_flops(jaxpr)
-    fp8 = sum(count for dtypes, count in flops.items() if all(map(_dtypes.is_fp8, dtypes)))
+    flops = _programs.count_flops(jaxpr)
+    fp8 = sum(count for dtypes, count in flops.items() if all(map(_core.is_fp8, dtypes)))
     if flops:
         yield f"{fp8 / flops.total():.1%} of the FLOPs of all matmuls and convolutions are in FP8"
-    flat = list(_jaxprs.equations(jaxpr))
-    calls = (call for call in flat if _operations.name_of(call) == _matmuls.MX_MATMUL)
-    scaled = (inner for call in calls for inner in _constructs.sub_jaxprs(call))
-    in_fp8 = {id(equation) for inner in scaled for equation in _jaxprs.equations(inner)}
+    flat = list(_programs.equations(jaxpr))
+    calls = (call for call in flat if _programs.name_of(call) == _programs.MX_MATMUL)
+    scaled = (inner for call in calls for inner in _programs.sub_jaxprs(call))
+    in_fp8 = {id(equation) for inner in scaled for equation in _programs.equations(inner)}
     forms = Counter(excluded_form(equation) for equation in flat if id(equation) not in in_fp8)
     for (name, reason), count in forms.items():
         if name:

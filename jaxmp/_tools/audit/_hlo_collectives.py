@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jaxmp._programs._jaxprs import BACKWARD, FORWARD, RECOMPUTE, phase_of
+from jaxmp import _programs
 from jaxmp._tools.audit._checks import named
 from jaxmp._tools.audit._hlo import Instruction, Shape, Step
 from jaxmp._tools.audit._hlo_matmuls import DataFlow, Value, is_differentiated, is_matmul
@@ -116,11 +116,11 @@ class ArrayContents:
         op_name = result.instruction.op_name
         if not self._flow.has_backward:
             return Content(ACTIVATION)
-        phase = phase_of(op_name)
+        phase = _programs.phase_of(op_name)
         if op_name and not is_differentiated(op_name):
             sources = self._flow.before(result, lambda value: not self._mixes(value))
             names = (self._flow.op_name(value) for value in sources if self._mixes(value))
-            is_gradient = any(phase_of(name) == BACKWARD for name in names)
+            is_gradient = any(_programs.phase_of(name) == _programs.BACKWARD for name in names)
             return Content(WEIGHT_GRADIENT if is_gradient else "")
         return Content(ACTIVATION if self._is_read_by_model(result, phase) else WEIGHT_GRADIENT)
 
@@ -135,7 +135,10 @@ class ArrayContents:
             combines = is_matmul(value.instruction) or value.instruction.opcode in _COMBINES
             if not combines or not self._belongs_to_model(value):
                 continue
-            if phase != BACKWARD or phase_of(self._flow.op_name(value)) != FORWARD:
+            if (
+                phase != _programs.BACKWARD
+                or _programs.phase_of(self._flow.op_name(value)) != _programs.FORWARD
+            ):
                 return True
         return False
 
@@ -178,8 +181,10 @@ class ArrayContents:
     def _of_weight(self, result: Value) -> Content:
         readers = self._flow.after(result, self._is_same_weight)
         matmuls = (value for value in readers if is_matmul(value.instruction))
-        phases = {phase_of(self._flow.op_name(value)) for value in matmuls}
-        is_kept = FORWARD in phases and not phases.isdisjoint((BACKWARD, RECOMPUTE))
+        phases = {_programs.phase_of(self._flow.op_name(value)) for value in matmuls}
+        is_kept = _programs.FORWARD in phases and not phases.isdisjoint(
+            (_programs.BACKWARD, _programs.RECOMPUTE)
+        )
         return Content(WEIGHT, self._read_as(result), is_kept, bool(phases))
 
     def _read_as(self, result: Value) -> str:

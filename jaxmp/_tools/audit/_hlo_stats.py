@@ -6,9 +6,9 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from jaxmp._core._targets import Target
-from jaxmp._programs import _locations, _matmuls
-from jaxmp._programs._jaxprs import BACKWARD, Path, phase_of
+from jaxmp import _programs
+from jaxmp._core import Target
+from jaxmp._programs import Path
 from jaxmp._tools.audit import _hlo, _hlo_collectives, _rows
 from jaxmp._tools.audit._compile import Compiled
 from jaxmp._tools.audit._hlo_collectives import ArrayContents
@@ -93,7 +93,7 @@ class Origins:
 
     def __init__(self, program: _hlo.Program, names: dict[Path, None], root: Path) -> None:
         self.program, self._known, self._root = program, names, root
-        self._lines = _locations.Lines()
+        self._lines = _programs.Lines()
 
     def names(self, op_name: str) -> Path:
         """Returns the scopes of a name stack that the traced program contains.
@@ -112,11 +112,16 @@ class Origins:
         """Returns module, phase, file and line of an instruction, the fields of a row."""
         name = instruction.op_name
         file, line = self._lines.first_own(self.program.frames(instruction))
-        return {"module": self.module(name), "phase": phase_of(name), "file": file, "line": line}
+        return {
+            "module": self.module(name),
+            "phase": _programs.phase_of(name),
+            "file": file,
+            "line": line,
+        }
 
     def module(self, op_name: str) -> str:
         """Returns the module path of a name stack; "" for the root."""
-        return _locations.module_of(self.names(op_name), self._root)
+        return _programs.module_of(self.names(op_name), self._root)
 
 
 def _named_reader(
@@ -205,14 +210,9 @@ def read_program(
     )
 
 
-def required_bytes(memory: _rows.MemoryRow) -> int:
-    """Returns the bytes that a program requires on each device."""
-    return memory.arguments + memory.outputs - memory.aliased + memory.temporary
-
-
 def _chip_notes(chip: Target, memory: _rows.MemoryRow, gemms: list[_rows.GemmRow]) -> Iterator[str]:
     """Yields how a program exceeds what a chip has."""
-    total = required_bytes(memory)
+    total = memory.required
     if total > chip.usable:
         has = f"{chip.kind} has {bytes_text(chip.memory)}"
         has += f", of which JAX allocates {bytes_text(chip.usable)}" * (chip.usable < chip.memory)
@@ -273,7 +273,9 @@ def _attention_row(part: _hlo.Step, origins: Origins) -> _rows.AttentionRow:
     # Kernels of TPUs have the structure of the mask before the queries.
     arrays = map(part.shape, range(len(call.operands)))
     query = next(shape for shape in arrays if len(shape.sizes) >= 4)
-    place: dict[str, Any] = origins.of(call) | ({"phase": BACKWARD} if "Backward" in kernel else {})
+    place: dict[str, Any] = origins.of(call) | (
+        {"phase": _programs.BACKWARD} if "Backward" in kernel else {}
+    )
     return _rows.AttentionRow(
         **place,
         kernel=kernel,
@@ -297,7 +299,7 @@ def _attention_flops(part: _hlo.Step, kernel: str) -> int:
     logits = config.get("intermediate_tensor_shape", {}).get("dimensions", ())
     if len(logits) != 4:
         return 0
-    return _matmuls.attention_flops(
+    return _programs.attention_flops(
         tuple(map(int, logits)),
         (part.shape(0).sizes[-1], part.shape(2).sizes[-1]),
         is_causal="CAUSAL" in str(config.get("mask_type")),

@@ -15,10 +15,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr
 
-from jaxmp._core import _compat, _trees, _typing
+from jaxmp import _core, _programs
+from jaxmp._core import _compat
 from jaxmp._core._compat import _watch_jit
-from jaxmp._programs import _jaxprs, _matmuls, _operations, _static_values
-from jaxmp._programs._locations import Lines
+from jaxmp._programs import Lines
 from jaxmp._tools.audit import _auditor, _dataflow
 
 # FLOPs that take a CPU seconds.
@@ -37,14 +37,14 @@ class Watched:
     def __init__(self, call: _watch_jit.JitCall) -> None:
         body = _compat.jaxpr_body(call.jaxpr)[0]
         self.location = _place(call.source, body)
-        self.flops = _matmuls.count_flops(body).total()
+        self.flops = _programs.count_flops(body).total()
         self.takes_gradients = has_backward(body)
         # Most functions are single operations outside of `jit`, such as `jnp.zeros`.
         may_update = bool(_definition(call.source)[0] and not self.flops)
         self.updates = (self.takes_gradients or may_update) and updates_state(body)
-        self.inner = {_operations.name_of(equation) for equation in _jaxprs.equations(body)}
+        self.inner = {_programs.name_of(equation) for equation in _programs.equations(body)}
         # False for a function of a library, and for an operation outside of `jit`.
-        names = [equation.primitive.name for equation in _jaxprs.equations(body, inside=False)]
+        names = [equation.primitive.name for equation in _programs.equations(body, inside=False)]
         is_function = call.source is None and names != [call.name]
         self.is_own = is_function or bool(_definition(call.source)[0])
         self.calls = 0
@@ -66,7 +66,7 @@ class Watched:
 
 def has_backward(jaxpr: Jaxpr | ClosedJaxpr) -> bool:
     """Returns True if a program contains a backward pass."""
-    return any("transpose(" in str(e.source_info.name_stack) for e in _jaxprs.equations(jaxpr))
+    return any("transpose(" in str(e.source_info.name_stack) for e in _programs.equations(jaxpr))
 
 
 def updates_state(jaxpr: Jaxpr | ClosedJaxpr) -> bool:
@@ -79,7 +79,7 @@ def updates_state(jaxpr: Jaxpr | ClosedJaxpr) -> bool:
     auditor = _auditor.Auditor(_auditor.PolicyContext(None))
     for number, var in enumerate(body.invars):
         auditor.flow.mark(var, _dataflow.From(number, _dataflow.PLUS))
-    auditor.run(_static_values.Scope(body))
+    auditor.run(_programs.Scope(body))
     return any(
         _is_same(body.invars[label.number].aval, var.aval)
         for var in body.outvars
@@ -100,7 +100,7 @@ def _definition(source: Callable[..., Any] | None) -> tuple[str, int]:
 
 def _place(source: Callable[..., Any] | None, jaxpr: Jaxpr | ClosedJaxpr) -> str:
     """Returns the line that defines a function, or of its first operation, as `train.py:12`."""
-    locations = (Lines().of((equation,)) for equation in _jaxprs.equations(jaxpr))
+    locations = (Lines().of((equation,)) for equation in _programs.equations(jaxpr))
     places = itertools.chain([_definition(source)], locations)
     return next((f"{Path(file).name}:{line}" for file, line in places if file), "")
 
@@ -153,7 +153,7 @@ def _content(cell: Any) -> object:
     return None
 
 
-def _shapes(tree: _typing.PyTree) -> _typing.PyTree:
+def _shapes(tree: _core.PyTree) -> _core.PyTree:
     """Replaces arrays by shapes; NNX modules, which contain their arrays, are not changed."""
     is_nnx = lambda x: any(c.__module__.startswith("flax.nnx") for c in type(x).__mro__)
     return jax.tree.map(_shape, tree, is_leaf=is_nnx)
@@ -165,6 +165,6 @@ def _shape(leaf: object) -> object:
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding, weak_type=weak)
     if isinstance(leaf, np.ndarray):
         # NumPy's int64 is int32 without x64.
-        dtype = _trees.canonical(np.empty(0, leaf.dtype)).dtype
+        dtype = _core.canonical(np.empty(0, leaf.dtype)).dtype
         return jax.ShapeDtypeStruct(leaf.shape, dtype)
     return leaf

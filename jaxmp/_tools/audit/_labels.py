@@ -13,9 +13,9 @@ import math
 from collections.abc import Callable, Hashable, Iterable
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
-from jaxmp._core import _compat, _dtypes
+from jaxmp import _core, _programs
+from jaxmp._core import _compat
 from jaxmp._policies import _op_table
-from jaxmp._programs import _constructs, _jaxprs
 from jaxmp._tools.audit import _checks, _dataflow
 
 # ---------------------------------------------------------------------------
@@ -213,15 +213,15 @@ class Flow:
         # Numbers of the arguments that a differentiated function reads.
         self.differentiated: set[int] = set()
 
-    def mark(self, var: _jaxprs.Atom, label: Hashable) -> None:
+    def mark(self, var: _programs.Atom, label: Hashable) -> None:
         """Adds a label to a variable."""
         self._labels[var] = self._labels.get(var, _NONE) | {label}
 
-    def of(self, var: _jaxprs.Atom) -> Labels:
+    def of(self, var: _programs.Atom) -> Labels:
         """Returns the labels of an operand."""
         return _NONE if isinstance(var, _compat.Literal) else self._labels.get(var, _NONE)
 
-    def of_all(self, variables: Iterable[_jaxprs.Atom]) -> Labels:
+    def of_all(self, variables: Iterable[_programs.Atom]) -> Labels:
         """Returns the labels of several operands."""
         labels, known = _NONE, self._labels
         for var in variables:
@@ -231,7 +231,7 @@ class Flow:
                 labels = labels | own if labels else own
         return labels
 
-    def labels(self, cls: type[_Label], *variables: _jaxprs.Atom) -> list[_Label]:
+    def labels(self, cls: type[_Label], *variables: _programs.Atom) -> list[_Label]:
         """Returns the labels of one class that some operands have."""
         labels = self.of_all(variables)
         # A residual stream has hundreds of labels of few classes.
@@ -239,7 +239,7 @@ class Flow:
         return [label for label in labels if type(label) in classes] if classes else []
 
     def copy(
-        self, sources: Iterable[_jaxprs.Atom | None], targets: Iterable[_jaxprs.Atom | None]
+        self, sources: Iterable[_programs.Atom | None], targets: Iterable[_programs.Atom | None]
     ) -> None:
         """Copies labels into or out of a sub-jaxpr; None stands for an unknown variable."""
         for source, target in zip(sources, targets, strict=True):
@@ -248,13 +248,13 @@ class Flow:
                 if labels:
                     self._labels[target] = self.of(target) | labels
 
-    def enter(self, inner: _constructs.Inner) -> None:
+    def enter(self, inner: _programs.Inner) -> None:
         """Copies the labels of operands into a sub-jaxpr, which may be shared by several calls."""
         for var in inner.jaxpr.invars:
             self._labels.pop(var, None)
         self.copy(inner.operands, inner.jaxpr.invars)
 
-    def leave(self, inner: _constructs.Inner) -> None:
+    def leave(self, inner: _programs.Inner) -> None:
         """Copies the labels of results out of a sub-jaxpr."""
         self.copy(inner.jaxpr.outvars, inner.results)
 
@@ -281,7 +281,7 @@ class Flow:
             kept |= _dataflow.lineage(op, own, self.of) | self._specials_after(op, special)
         elif op.is_forward:
             # Known results have the labels of those of the jaxpr.
-            unknown = (None in inner.results for inner in _constructs.inners(equation)[-1:])
+            unknown = (None in inner.results for inner in _programs.inners(equation)[-1:])
             kept -= _NONE if any(unknown) else _GRADIENT
         self._label_results(equation, kept)
 
@@ -289,12 +289,12 @@ class Flow:
         """Returns the labels of the operands, as the operation reads them."""
         equation, phase = op.equation, op.location.phase
         labels = self.of_all(equation.invars)
-        if phase == _jaxprs.BACKWARD:
+        if phase == _programs.BACKWARD:
             if self.has_float16 and not self.has_scale:
                 scales = (_dataflow.is_scale(op, var, self.of) for var in equation.invars)
                 self.has_scale = any(scales)
             labels = labels | _GRADIENT if labels else _GRADIENT
-        elif op.location.differentiated and phase == _jaxprs.FORWARD and not is_call:
+        elif op.location.differentiated and phase == _programs.FORWARD and not is_call:
             self.differentiated.update([x.number for x in labels if isinstance(x, _dataflow.From)])
         if op.name == "convert_element_type":
             labels = _after_cast(labels, equation)
@@ -314,20 +314,20 @@ class Flow:
             moved = self.of_all(op.operands[:1])
         elif op.name == "select_n":
             moved = self.of_all(op.operands[1:])
-        lasting = _SPECIAL if phase == _jaxprs.FORWARD else Reduction16Bit
+        lasting = _SPECIAL if phase == _programs.FORWARD else Reduction16Bit
         lasts = lambda cls: issubclass(cls, lasting) and _survives(cls, op.name)
         kept = self._of_classes((op.name, phase), special, lasts)
         if moved is not None:
             kept &= moved
         powers: Any = self._of_classes("power", special, lambda cls: cls is _dataflow.Power)
-        if powers and phase == _jaxprs.BACKWARD:
+        if powers and phase == _programs.BACKWARD:
             self.scaled_by.update(x.number for x in powers if x.exponent)
         return kept | _dataflow.powers_after(op, self.of) if powers else kept
 
-    def _label_results(self, equation: _jaxprs.Equation, labels: Labels) -> None:
+    def _label_results(self, equation: _programs.Equation, labels: Labels) -> None:
         narrow = None
         for var in equation.outvars:
-            if not labels or _checks.dtype_of(var) in (_dtypes.FLOAT32, _dtypes.FLOAT64):
+            if not labels or _checks.dtype_of(var) in (_core.FLOAT32, _core.FLOAT64):
                 self._labels[var] = labels
                 continue
             if narrow is None:
@@ -373,13 +373,13 @@ def _survives(cls: type, name: str) -> bool:
     return name not in REDUCES if survives is None else name in survives
 
 
-def _after_cast(labels: Labels, equation: _jaxprs.Equation) -> Labels:
+def _after_cast(labels: Labels, equation: _programs.Equation) -> Labels:
     source, target = _checks.dtype_of(equation.invars[0]), _checks.dtype_of(equation.outvars[0])
-    if target == _dtypes.FLOAT32 and _dtypes.is_16bit(source):
+    if target == _core.FLOAT32 and _core.is_16bit(source):
         return labels | {WAS_16_BITS}
-    if source == _dtypes.FLOAT32 and _dtypes.is_16bit(target):
+    if source == _core.FLOAT32 and _core.is_16bit(target):
         rounded = lambda x: RoundedInput(x, target.name) if isinstance(x, FloatInput) else x
         return frozenset(map(rounded, labels))
-    if _dtypes.is_fp8(source) and not _dtypes.is_fp8(target):
+    if _core.is_fp8(source) and not _core.is_fp8(target):
         return labels | {WasFp8(source.name)}
     return labels

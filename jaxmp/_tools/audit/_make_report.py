@@ -11,10 +11,9 @@ from typing import Any
 
 from jax.extend.core import JaxprEqn
 
-from jaxmp._core import _dtypes, _targets
+from jaxmp import _core, _programs
 from jaxmp._policies import _load, _policy, _resolve
-from jaxmp._programs import _analysis, _constructs, _locations, _operations
-from jaxmp._programs._interpreter import Frame
+from jaxmp._programs import Frame
 from jaxmp._tools.audit import _auditor, _check_compiled, _checks, _compile, _dataflow, _hlo_stats
 from jaxmp._tools.audit._check_matmuls import (
     FP32_MATMUL,
@@ -56,7 +55,7 @@ def checked_findings(auditor: _auditor.Auditor, traced: Traced) -> list[_checks.
     return [finding for finding in pending if id(finding) not in dropped]
 
 
-class _Sources(_analysis.Backward):
+class _Sources(_programs.Backward):
     """Finds the variables at any depth that some results depend on.
 
     A loop depends on all that its body computes.
@@ -72,11 +71,11 @@ class _Sources(_analysis.Backward):
             return [False] * len(equation.invars)
         pairs = zip(equation.outvars, results, strict=True)
         self.found.update(var for var, is_needed in pairs if is_needed)
-        if not _constructs.inners(equation):
+        if not _programs.inners(equation):
             return [True] * len(equation.invars)
-        is_loop = _constructs.loop_of(equation) is not None
+        is_loop = _programs.loop_of(equation) is not None
         operands = self.enter(equation, [True] * len(results) if is_loop else results, frame)
-        if _constructs.form_of(equation) is _constructs.Form.BRANCH:
+        if _programs.form_of(equation) is _programs.Form.BRANCH:
             operands[0] = True  # The index of the branch.
         return operands
 
@@ -109,7 +108,7 @@ def make_report(
     compiled: _compile.Compiled | None,
     *,
     function: Callable[..., Any],
-    chip: _targets.Target | None,
+    chip: _core.Target | None,
 ) -> AuditReport:
     """Returns the report.
 
@@ -123,7 +122,7 @@ def make_report(
     of_program = [f for function in _checks.ON_PROGRAM for f in function(auditor, traced) or ()]
     findings = [*_final_findings(auditor, traced), *of_program]
     policies = auditor.context.policies
-    module_of = lambda names: _locations.module_of(names, auditor.root)
+    module_of = lambda names: _programs.module_of(names, auditor.root)
     rows: dict[str, Any] = {}
     if auditor.context.target == "cpu" and any("float8" in lhs for *_, lhs, _ in auditor.matmuls):
         auditor.notes[_EMULATED] = None
@@ -238,7 +237,7 @@ def _with_trial(finding: Finding, group: _trial.Edits, trial: _trial.FixTrial) -
     return dataclasses.replace(finding, fix=remedy)
 
 
-def _target_notes(chip: _targets.Target | None, recipe: _load.RecipeData | None) -> Iterator[str]:
+def _target_notes(chip: _core.Target | None, recipe: _load.RecipeData | None) -> Iterator[str]:
     """Yields why a program was not compiled, and the recipe that fits the chip."""
     if chip is None:
         return
@@ -249,16 +248,16 @@ def _target_notes(chip: _targets.Target | None, recipe: _load.RecipeData | None)
         yield lacking
 
 
-def lacking_format(chip: _targets.Target, recipe: _load.RecipeData) -> str:
+def lacking_format(chip: _core.Target, recipe: _load.RecipeData) -> str:
     """Returns that a chip lacks the formats of a recipe, and one that fits; "" otherwise."""
     default = recipe.policies.default
     name, has_fp8 = str(default.compute_dtype), "float8_e4m3fn" in chip.native
     if not has_fp8 and _resolve.matmul_scaling(recipe.policies) is not None:
         name = "FP8"
-    elif name in chip.native or not _dtypes.is_16bit(default.compute_dtype):
+    elif name in chip.native or not _core.is_16bit(default.compute_dtype):
         return ""
     fitting = "bf16" if "bfloat16" in chip.native else "fp16"
-    fitting += "_params" * _dtypes.is_16bit(default.param_dtype)
+    fitting += "_params" * _core.is_16bit(default.param_dtype)
     text = f"the recipe computes in {name}, which {chip.kind} does not multiply natively"
     return f"{text}; this one fits: jaxmp.load_recipe({fitting!r})"
 
@@ -276,7 +275,7 @@ def _fsdp_axes(compiled: _compile.Compiled, traced: Traced) -> frozenset[str]:
     return frozenset(of_weights & batch.found)
 
 
-class _BatchAxes(_analysis.Forward):
+class _BatchAxes(_programs.Forward):
     """Finds the mesh axes to which a program constrains the rows of its batch."""
 
     def __init__(self) -> None:
@@ -285,9 +284,9 @@ class _BatchAxes(_analysis.Forward):
 
     def equation(self, equation: JaxprEqn, operands: list[Any], frame: Frame) -> list[Any]:
         if any(operands) and equation.primitive.name == "sharding_constraint":
-            spec = getattr(_operations.sharding_of_result(equation), "spec", ())
+            spec = getattr(_programs.sharding_of_result(equation), "spec", ())
             self.found |= axis_names(spec[:1])
-        is_call = equation.primitive.name in _constructs.CALLS
+        is_call = equation.primitive.name in _programs.CALLS
         return self.enter(equation, operands, frame) if is_call else [None] * len(equation.outvars)
 
 
@@ -319,7 +318,7 @@ def _final_findings(auditor: _auditor.Auditor, traced: Traced) -> list[Finding]:
         elif _is_minor(item, total) or (item.check is FP32_MATMUL and are_few):
             severity = _checks.WARNING
         fields = {name: getattr(item, name) for name in ("primitive", "count", "flops")}
-        module, (file, line) = _locations.module_of(item.names, auditor.root), item.line
+        module, (file, line) = _programs.module_of(item.names, auditor.root), item.line
         fields |= {"severity": severity, "module": module, "file": file, "line": line}
         finding = item.check.finding(item.message, item.fix, **fields)
         key = finding.check, finding.severity, finding.module, finding.file, finding.line

@@ -10,9 +10,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from jaxmp._core import _dtypes
-from jaxmp._programs import _analysis, _constructs, _jaxprs, _matmuls
-from jaxmp._programs._locations import call_site
+from jaxmp import _core, _programs
 from jaxmp._tools.audit import _auditor, _checks
 from jaxmp._tools.audit._checks import OpOccurrence
 from jaxmp._tools.fixes import _functions, _rewrite, _source
@@ -138,7 +136,9 @@ def fix_casts(op: OpOccurrence) -> str:
     own, dtype, lines, here = op.expression, dtypes[0], list[str](), list[int]()
     for index, cast in enumerate(casts):
         # The call of the matmul promotes an operand that is in 16 bits.
-        is_promoted = cast is not None and call_site(cast.equation) == call_site(op.equation)
+        is_promoted = cast is not None and _programs.call_site(
+            cast.equation
+        ) == _programs.call_site(op.equation)
         expression = _source.UNKNOWN if cast is None else cast.expression
         # The cast may be a part of the matmul.
         is_inside = own.contains(expression) and bool(_rewrite.narrowed(own, [0, 1], dtype))
@@ -154,7 +154,7 @@ def fix_casts(op: OpOccurrence) -> str:
     return "\n".join(dict.fromkeys(lines + more))
 
 
-def _own_cast(var: _jaxprs.Atom, op: OpOccurrence) -> OpOccurrence | None:
+def _own_cast(var: _programs.Atom, op: OpOccurrence) -> OpOccurrence | None:
     """Returns the cast from 16 bits in the user's code that an operand comes from."""
     cast = op.made_by(var, _BEFORE_MATMUL)
     if cast is None or cast.name != "convert_element_type" or not _checks.half_of(cast.operands):
@@ -164,7 +164,7 @@ def _own_cast(var: _jaxprs.Atom, op: OpOccurrence) -> OpOccurrence | None:
 
 def is_in_flax(op: OpOccurrence, package: str = "flax") -> bool:
     """Returns True for an operation that Flax's own code computes."""
-    site = call_site(op.equation)
+    site = _programs.call_site(op.equation)
     return site is not None and f"/{package}/" in site[0].co_filename.replace("\\", "/")
 
 
@@ -217,7 +217,7 @@ def fix_rounding(op: OpOccurrence) -> str:
         if _is_rounding(origin.equation) and _checks.half_of([origin.result]) is not None:
             casts.append(origin)
         elif _is_elementwise(origin.equation):
-            waiting += [(v, origin) for v in origin.operands if not _jaxprs.is_literal(v)]
+            waiting += [(v, origin) for v in origin.operands if not _programs.is_literal(v)]
     return "\n".join(_at_origins(casts, op, _source.UNKNOWN)[0])
 
 
@@ -272,8 +272,12 @@ def _is_read_exactly(op: OpOccurrence, function: str) -> bool:
     A cast of the result to 16 bits would round what these magnify.
     """
     exact = _LOGS | _checks.named("sub") if function.endswith(_PROBABILITIES) else _LOGS
-    site, waiting, names = call_site(op.equation), [(v, op) for v in op.equation.outvars], set()
-    seen: set[_jaxprs.Atom] = set()
+    site, waiting, names = (
+        _programs.call_site(op.equation),
+        [(v, op) for v in op.equation.outvars],
+        set(),
+    )
+    seen: set[_programs.Atom] = set()
     while waiting:
         var, within = waiting.pop()
         if var in seen:
@@ -281,26 +285,26 @@ def _is_read_exactly(op: OpOccurrence, function: str) -> bool:
         seen.add(var)
         for reader, inside in readers_of(var, within):
             name = reader.primitive.name
-            if name in _matmuls.MATMULS:
+            if name in _programs.MATMULS:
                 return False
-            is_own = call_site(reader) == site
+            is_own = _programs.call_site(reader) == site
             if not is_own and _is_forward(reader):
                 names.add(name)
             # A loss sums or averages what it reads.
-            if is_own or (name in _ELEMENTWISE - exact) or name in _constructs.CALLS:
+            if is_own or (name in _ELEMENTWISE - exact) or name in _programs.CALLS:
                 waiting += [(v, inside) for v in reader.outvars]
     return bool(names & exact)
 
 
 def readers_of(
-    var: _jaxprs.Atom, op: OpOccurrence
-) -> Iterator[tuple[_jaxprs.Equation, OpOccurrence]]:
+    var: _programs.Atom, op: OpOccurrence
+) -> Iterator[tuple[_programs.Equation, OpOccurrence]]:
     """Yields the equations that read a variable, and those of a call's results."""
     for reader in op.body.consumers.get(var, ()):
         if reader is not None:
             yield reader, op
-        elif op.outer is not None and op.outer.name in _constructs.CALLS:
-            inner = _constructs.inners(op.outer.equation)[-1]
+        elif op.outer is not None and op.outer.name in _programs.CALLS:
+            inner = _programs.inners(op.outer.equation)[-1]
             for result, out in zip(inner.results, inner.jaxpr.outvars, strict=True):
                 if out is var and result is not None:
                     yield from readers_of(result, op.outer)
@@ -312,24 +316,26 @@ def _is_widened(op: OpOccurrence) -> bool:
     Elementwise operations of the result and of Python numbers may come before, which then compute
     in FP32 themselves. A cast of the result to 16 bits would only round it.
     """
-    site, waiting = call_site(op.equation), list(op.equation.outvars)
+    site, waiting = _programs.call_site(op.equation), list(op.equation.outvars)
     seen = set(waiting)
     meets_16_bits = is_cast = False
     while waiting:
         consumers = op.body.consumers.get(waiting.pop(), ())
         if None in consumers:
             return False
-        readers = [op.made(e) for e in consumers if _is_forward(e) and call_site(e) != site]
+        readers = [
+            op.made(e) for e in consumers if _is_forward(e) and _programs.call_site(e) != site
+        ]
         if not readers:
             return False
         for reader in readers:
-            is_wide = reader.name == "convert_element_type" and reader.dtype == _dtypes.FLOAT32
+            is_wide = reader.name == "convert_element_type" and reader.dtype == _core.FLOAT32
             is_cast |= is_wide
             if is_wide or reader.name in _checks.PERIODIC:
                 continue
             if reader.name not in _ELEMENTWISE:
                 return False
-            others = [v for v in reader.operands if not _jaxprs.is_literal(v) and v not in seen]
+            others = [v for v in reader.operands if not _programs.is_literal(v) and v not in seen]
             meets_16_bits |= _checks.half_of(others) is not None
             waiting += reader.equation.outvars
             seen.update(reader.equation.outvars)
@@ -339,12 +345,12 @@ def _is_widened(op: OpOccurrence) -> bool:
 
 def _rounded_by(op: OpOccurrence, through: frozenset[str] = _ELEMENTWISE) -> list[OpOccurrence]:
     """Returns the operations by which 16 bits enter the elementwise computation of an operand."""
-    scopes = _jaxprs.scope_names(str(op.equation.source_info.name_stack))
+    scopes = _programs.scope_names(str(op.equation.source_info.name_stack))
     waiting = [(var, op) for var in _halves(op.equation)]
     origins = []
     for origin in _makers(waiting):
         maker, is_here = origin.equation, origin.body is op.body
-        if is_here and _jaxprs.scope_names(str(maker.source_info.name_stack)) != scopes:
+        if is_here and _programs.scope_names(str(maker.source_info.name_stack)) != scopes:
             continue
         inputs, name = _halves(maker), maker.primitive.name
         is_cast, is_elementwise = _is_rounding(maker), _is_elementwise(maker, through)
@@ -355,18 +361,18 @@ def _rounded_by(op: OpOccurrence, through: frozenset[str] = _ELEMENTWISE) -> lis
         # A sum that computes in FP32 reads squares in 16 bits.
         inputs = [] if is_cast else inputs
         if through is SUMS:
-            inputs = [v for v in maker.invars if not _jaxprs.is_literal(v)]
+            inputs = [v for v in maker.invars if not _programs.is_literal(v)]
         waiting += [(v, origin) for v in inputs if is_elementwise]
     return origins
 
 
-def _makers(waiting: list[tuple[_jaxprs.Atom, OpOccurrence]]) -> Iterator[OpOccurrence]:
+def _makers(waiting: list[tuple[_programs.Atom, OpOccurrence]]) -> Iterator[OpOccurrence]:
     """Yields the operations that make values, each once, while the caller adds further values.
 
     Args:
       waiting: values, and an operation of the jaxpr that contains each of them.
     """
-    seen: set[_jaxprs.Atom] = set()
+    seen: set[_programs.Atom] = set()
     while waiting:
         var, within = _through_calls(*waiting.pop())
         maker = within.body.maker(var)
@@ -375,10 +381,10 @@ def _makers(waiting: list[tuple[_jaxprs.Atom, OpOccurrence]]) -> Iterator[OpOccu
             yield within.made(maker)
 
 
-def _through_calls(var: _jaxprs.Atom, op: OpOccurrence) -> tuple[_jaxprs.Atom, OpOccurrence]:
+def _through_calls(var: _programs.Atom, op: OpOccurrence) -> tuple[_programs.Atom, OpOccurrence]:
     """Returns the operand of a call such as `jnp.cumsum` in place of a parameter of its jaxpr."""
-    while op.outer is not None and op.outer.name in _constructs.CALLS:
-        inner = _constructs.inners(op.outer.equation)[0]
+    while op.outer is not None and op.outer.name in _programs.CALLS:
+        inner = _programs.inners(op.outer.equation)[0]
         pairs = zip(inner.operands, inner.jaxpr.invars, strict=True)
         operand = next((o for o, i in pairs if i is var), None)
         if operand is None:
@@ -387,34 +393,34 @@ def _through_calls(var: _jaxprs.Atom, op: OpOccurrence) -> tuple[_jaxprs.Atom, O
     return var, op
 
 
-def _halves(equation: _jaxprs.Equation) -> list[_jaxprs.Atom]:
+def _halves(equation: _programs.Equation) -> list[_programs.Atom]:
     """Returns the 16-bit operands that are not literals."""
-    variables = (var for var in equation.invars if not _jaxprs.is_literal(var))
+    variables = (var for var in equation.invars if not _programs.is_literal(var))
     return [var for var in variables if _checks.half_of([var]) is not None]
 
 
-def _is_elementwise(equation: _jaxprs.Equation, names: frozenset[str] = _ELEMENTWISE) -> bool:
+def _is_elementwise(equation: _programs.Equation, names: frozenset[str] = _ELEMENTWISE) -> bool:
     """Returns True for an elementwise operation, and for a call such as that of a sigmoid."""
-    inside = [e for jaxpr in _constructs.sub_jaxprs(equation) for e in _jaxprs.equations(jaxpr)]
+    inside = [e for jaxpr in _programs.sub_jaxprs(equation) for e in _programs.equations(jaxpr)]
     return all(e.primitive.name in names for e in inside or [equation])
 
 
-def _is_rounding(equation: _jaxprs.Equation) -> bool:
+def _is_rounding(equation: _programs.Equation) -> bool:
     """Returns True for a cast of FP32 numbers or of integers to fewer bits."""
     is_cast = equation.primitive.name == "convert_element_type"
     return is_cast and np.dtype(_checks.dtype_of(equation.invars[0])).itemsize == 4
 
 
-def _is_computed(var: _jaxprs.Atom, body: _analysis.Body) -> bool:
+def _is_computed(var: _programs.Atom, body: _programs.Body) -> bool:
     """Returns True for a 16-bit result of a cast, a constant or another elementwise operation."""
     maker = body.maker(var)
     while maker is not None and maker.primitive.name in _MOVES and not _is_rounding(maker):
         var = maker.invars[0]
         maker = body.maker(var)
     if maker is None:
-        return _jaxprs.is_literal(var)
+        return _programs.is_literal(var)
     return _is_rounding(maker) or maker.primitive.name == "iota" or _is_elementwise(maker)
 
 
-def _is_forward(equation: _jaxprs.Equation) -> bool:
-    return _jaxprs.phase_of(str(equation.source_info.name_stack)) == _jaxprs.FORWARD
+def _is_forward(equation: _programs.Equation) -> bool:
+    return _programs.phase_of(str(equation.source_info.name_stack)) == _programs.FORWARD

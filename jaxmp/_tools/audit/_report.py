@@ -10,8 +10,7 @@ from typing import ClassVar
 
 import jax
 
-from jaxmp import __version__
-from jaxmp._core._messages import did_you_mean
+from jaxmp import __version__, _core
 from jaxmp._tools.audit import _rows
 from jaxmp._tools.audit._checks import CHECKS, ERROR, NOTE, WARNING
 from jaxmp._tools.audit._rows import Finding
@@ -216,7 +215,7 @@ def known_checks(fail_on: Iterable[str] | str | None) -> frozenset[str] | None:
     checks = frozenset([fail_on] if isinstance(fail_on, str) else fail_on)
     for check in sorted(checks - set(CHECKS)):
         raise AuditError(
-            f"fail_on={check!r} is not a check.{did_you_mean(check, CHECKS)} Allowed: "
+            f"fail_on={check!r} is not a check.{_core.did_you_mean(check, CHECKS)} Allowed: "
             f"{', '.join(CHECKS)}; for example report.check(fail_on=['fp32_matmul'])."
         )
     return checks

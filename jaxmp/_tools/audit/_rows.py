@@ -228,6 +228,11 @@ class MemoryRow:
     update_bytes: int = 0
     update_floor: int = 0
 
+    @property
+    def required(self) -> int:
+        """Bytes that the program requires on each device."""
+        return self.arguments + self.outputs - self.aliased + self.temporary
+
 
 class Compilation(NamedTuple):
     """Rows of one compiled program."""

@@ -14,9 +14,8 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 from jax.extend.core import ClosedJaxpr
 
-from jaxmp._core import _dtypes, _trees, _typing
-from jaxmp._core._compat import jaxpr_body
-from jaxmp._programs import _analysis, _constructs, _jaxprs, _locations
+from jaxmp import _core, _programs
+from jaxmp._core import _compat
 from jaxmp._tools.audit._checks import OpOccurrence, PendingFindings
 from jaxmp._tools.audit._labels import FloatInput
 from jaxmp.errors import AuditError
@@ -33,7 +32,7 @@ class Traced:
     # Their positions among all leaves of the arguments.
     positions: list[int]
     # (positional arguments, keyword arguments).
-    arguments: _typing.PyTree
+    arguments: _core.PyTree
     # (key path, abstract array) of each result.
     results: list[tuple[_roles.KeyPath, Any]]
     # Names of the function's positional parameters; empty if they are not known.
@@ -45,7 +44,7 @@ class Traced:
     @property
     def jaxpr(self) -> Any:
         """The jaxpr without its constants."""
-        return jaxpr_body(self.closed)[0]
+        return _compat.jaxpr_body(self.closed)[0]
 
     @property
     def nnx_count(self) -> int:
@@ -55,7 +54,7 @@ class Traced:
         return sum(any(n.startswith(("flax.nnx", "jaxmp.nnx")) for n in each) for each in names)
 
     @property
-    def variables(self) -> Sequence[_jaxprs.Atom]:
+    def variables(self) -> Sequence[_programs.Atom]:
         """The variable of each array."""
         return self.jaxpr.invars
 
@@ -81,20 +80,20 @@ class Traced:
         is_scale = lambda leaf: leaf.role == _roles.LOSS_SCALE and leaf.field.startswith("scale")
         return [number for number, leaf in enumerate(self.leaves) if is_scale(leaf)]
 
-    def dynamic_scales(self) -> list[tuple[str, _jaxprs.Atom]]:
+    def dynamic_scales(self) -> list[tuple[str, _programs.Atom]]:
         """Returns (location among the arguments, variable) of each dynamic loss scale."""
         leaves = [(self.leaves[n], self.variables[n]) for n in self.scales()]
         leaves = [(leaf, var) for leaf, var in leaves if hasattr(leaf.owner, "backoff_factor")]
         return [(jtu.keystr(leaf.path[: -len(leaf.below)]), var) for leaf, var in leaves]
 
-    def inputs(self) -> list[tuple[FloatInput, _jaxprs.Atom]]:
+    def inputs(self) -> list[tuple[FloatInput, _programs.Atom]]:
         """Returns the FP32 arguments that are not part of a model's state, and their variables."""
         nodes = jtu.tree_flatten_with_path(self.arguments, is_leaf=_is_state)[0]
         outside = {path for path, _ in nodes}
         inputs = []
         for leaf, var in zip(self.leaves, self.variables, strict=True):
             is_input = leaf.path in outside and leaf.role == _roles.OTHER
-            if is_input and _trees.dtype_of(leaf.value) == _dtypes.FLOAT32:
+            if is_input and _core.dtype_of(leaf.value) == _core.FLOAT32:
                 # The first key distinguishes positional from keyword arguments.
                 keys = list(map(_key, leaf.path[1:]))
                 names = [self.names[n] for n in keys[:1] if n in range(len(self.names))]
@@ -130,18 +129,18 @@ class Traced:
         ]
 
     @functools.cached_property
-    def _body_of(self) -> Callable[[Any], _analysis.Body]:
+    def _body_of(self) -> Callable[[Any], _programs.Body]:
         """Jaxpr of the program -> its makers and readers."""
-        return functools.cache(_analysis.Body)
+        return functools.cache(_programs.Body)
 
     @functools.cached_property
     def _returned_by(self) -> Callable[[Any], list[Any]]:
         """Equation -> its jaxpr, and result of the equation -> result of the jaxpr."""
         pairs = lambda inner: zip(inner.results, inner.jaxpr.outvars, strict=True)
-        last = lambda equation: _constructs.inners(equation)[-1:]
+        last = lambda equation: _programs.inners(equation)[-1:]
         return functools.cache(lambda e: [(i.jaxpr, dict(pairs(i))) for i in last(e)])
 
-    def maker_of(self, result: _jaxprs.Atom, findings: PendingFindings) -> OpOccurrence | None:
+    def maker_of(self, result: _programs.Atom, findings: PendingFindings) -> OpOccurrence | None:
         """Returns the operation that computes a result, inside of the calls that return it."""
         jaxpr, var, op = self.jaxpr, result, None
         while var is not None:
@@ -149,7 +148,7 @@ class Traced:
             maker = body.maker(var)
             if maker is None:
                 break
-            op = OpOccurrence(maker, _locations.Location(), 1, body, findings, op)
+            op = OpOccurrence(maker, _programs.Location(), 1, body, findings, op)
             below, var = var, None
             for inner, returned in self._returned_by(maker):
                 jaxpr, var = inner, returned.get(below)

@@ -1,6 +1,6 @@
 """The `jaxmp` command. It requires the extra `cli`."""
 
-from jaxmp._core._messages import missing_dependency
+from jaxmp import _core
 
 try:
     from jaxmp._tools.cli._app import main as main
@@ -8,4 +8,4 @@ except ModuleNotFoundError as error:
     package = str(error.name).partition(".")[0]
     if package not in ("rich", "typer"):
         raise
-    raise missing_dependency(package, "the jaxmp command", "cli") from None
+    raise _core.missing_dependency(package, "the jaxmp command", "cli") from None

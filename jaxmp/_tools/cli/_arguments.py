@@ -25,7 +25,7 @@ from rich.table import Table
 from rich.text import Text
 
 import jaxmp
-from jaxmp._core import _messages
+from jaxmp import _core
 from jaxmp._tools.report import _section
 from jaxmp._tools.report._views import Report
 from jaxmp.errors import JaxmpError
@@ -179,7 +179,7 @@ def load_function(
         defined = [key for key, value in vars(module).items() if callable(value)]
         raise JaxmpError(
             f"{module_name!r} does not define a function {function!r}."
-            f"{_messages.did_you_mean(function, defined)} It has the form:\n"
+            f"{_core.did_you_mean(function, defined)} It has the form:\n"
             f"    def {function}({parameters}):\n        return {returned}"
         )
     return getattr(module, function)

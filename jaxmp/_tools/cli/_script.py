@@ -26,7 +26,8 @@ import jax
 import jax.numpy as jnp
 
 import jaxmp
-from jaxmp._core import _compat, _plain, _targets
+from jaxmp import _core
+from jaxmp._core import _compat
 from jaxmp._core._compat import _watch_jit
 from jaxmp._policies import _recipe
 from jaxmp._tools.audit import _audit, _jitted
@@ -324,10 +325,10 @@ def _plan(call: _watch_jit.JitCall, settings: dict[str, Any]) -> list[Any]:
     folder = None if cache is None else Path(cache).expanduser()
     measured = []
     for name in settings["targets"]:
-        chip = _targets.with_links(_targets.get_target(name), settings["links"])
+        chip = _core.with_links(_core.get_target(name), settings["links"])
         program = _programs.Candidate(
             lambda _: _positional(call), recipe, chip, None, folder, settings["hosts"]
         )
         row, seconds = program.measure(None)
-        measured.append([_plain.to_plain(dataclasses.asdict(row)), seconds])
+        measured.append([_core.to_plain(dataclasses.asdict(row)), seconds])
     return measured

@@ -18,7 +18,8 @@ import jax.numpy as jnp
 import typer
 
 import jaxmp
-from jaxmp._core import _compat, _plain, _targets
+from jaxmp import _core
+from jaxmp._core import _compat
 from jaxmp._policies import _recipe
 from jaxmp._tools.cli import _arguments, _show
 from jaxmp._tools.report import _progress, _views
@@ -50,7 +51,7 @@ def in_script(
 
     for target in (options.get("target"), *(options.get("targets") or ())):
         if target is not None:
-            _targets.get_target(target)
+            _core.get_target(target)
     sentence, value = _script.run_script(tool, [script, *(arguments or [])], **options)
     if json != "-":
         _arguments.console().print(_arguments.escape(sentence, "dim"), soft_wrap=True)
@@ -126,7 +127,7 @@ def _run_tool(
     """
     is_local = options["target"] is None
     if not is_local:
-        _targets.get_target(options["target"])
+        _core.get_target(options["target"])
     with contextlib.nullcontext() if is_local else _compat.unchecked_cuda():
         example = f"jaxmp {command} my_package.train:make_step --recipe bf16"
         recipes = [] if recipe is None else [recipe]
@@ -472,7 +473,7 @@ def _plan_script(
         for recipe in options["recipes"]:
             values = in_script("plan", command[0], command[1:], json, recipe=recipe, **more)
             for chip, (row, seconds) in zip(chips, values, strict=True):
-                made = MeasuredRow(_plain.from_plain(PlanRow, row), seconds)
+                made = MeasuredRow(_core.from_plain(PlanRow, row), seconds)
                 measured.setdefault(chip.name, []).append(made)
     except KeyboardInterrupt:
         if not measured:

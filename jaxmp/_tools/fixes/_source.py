@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from types import CodeType
 from typing import Any, NamedTuple, Protocol
 
-from jaxmp._programs import _jaxprs
+from jaxmp import _programs
 from jaxmp._tools.fixes._functions import COMMON_NAMES
 
 
@@ -152,7 +152,7 @@ def expression_of(op: Any) -> Expression:
             if findings.lines.is_own(code.co_filename):
                 place: Any = (code.co_filename, *_positions(code)[instruction // 2])
                 node = _parsed(*place)
-                second = len(op.equation.invars) > 1 and _jaxprs.is_literal(op.equation.invars[0])
+                second = len(op.equation.invars) > 1 and _programs.is_literal(op.equation.invars[0])
                 names = code.co_varnames[1 : code.co_argcount] if code.co_name == "__call__" else ()
                 return Expression(node, place, findings.edits, second, names) if node else UNKNOWN
     return UNKNOWN

@@ -13,12 +13,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar
 
-from jaxmp._core import _compat, _targets
-from jaxmp._core._typing import PyTree
+from jaxmp import _core
+from jaxmp._core import PyTree, _compat
 from jaxmp._tools.audit import _compile, _trace
 from jaxmp._tools.audit._hlo import Program
 from jaxmp._tools.memory._cache import compiler_of
-from jaxmp._tools.memory._liveness import Argument, Liveness
+from jaxmp._tools.memory._liveness import Liveness, ShardedArgument
 from jaxmp._tools.report import _section
 from jaxmp._tools.report._progress import progress_bar
 from jaxmp._tools.report._views import Report
@@ -164,7 +164,7 @@ def _errors() -> dict[str, dict[str, Any]]:
 def estimate_memory(
     fn: Callable[..., Any],
     *args: PyTree,
-    target: _targets.TargetLike | None = None,
+    target: _core.TargetLike | None = None,
     exact: bool | None = None,
     cache: str | os.PathLike[str] | None = "~/.cache/jaxmp",
     progress: bool | None = None,
@@ -208,13 +208,13 @@ def estimate_memory(
       16384
     """
     _trace.check_function(fn, "estimate_memory")
-    chip = None if target is None else _targets.get_target(target)
-    name, share = getattr(fn, "__name__", ""), _targets.usable_share()
+    chip = None if target is None else _core.get_target(target)
+    name, share = getattr(fn, "__name__", ""), _core.usable_share()
     compiler = reason = ""
     with contextlib.ExitStack() as stack:
         if chip is not None:
             stack.enter_context(_compat.unchecked_cuda())
-            stack.enter_context(_targets.default_target(chip))
+            stack.enter_context(_core.default_target(chip))
         traced = _trace.trace(fn, args, kwargs)
         try:
             compiled_for = _check_compiled(chip, exact)
@@ -244,7 +244,7 @@ def estimate_memory(
     )
 
 
-def _check_compiled(chip: _targets.Target | None, exact: bool | None) -> _targets.Target:
+def _check_compiled(chip: _core.Target | None, exact: bool | None) -> _core.Target:
     """Returns the chip that a program is compiled for.
 
     Raises:
@@ -264,7 +264,7 @@ def _check_compiled(chip: _targets.Target | None, exact: bool | None) -> _target
 
 
 def _compiled(
-    chip: _targets.Target, traced: _trace.Traced, folder: str | os.PathLike[str] | None
+    chip: _core.Target, traced: _trace.Traced, folder: str | os.PathLike[str] | None
 ) -> Counter[str]:
     """Returns the bytes of each kind in the program that XLA compiles."""
     program = _compile.compile_for(chip, traced, compiler_of(folder, chip))
@@ -284,7 +284,7 @@ def _estimated(traced: _trace.Traced) -> tuple[Counter[str], int, int]:
     asked, donated = _compile.asked_by(traced.jaxpr)
     rows = zip(traced.arrays, _kinds_of_arguments(traced), strict=True)
     arguments = [
-        Argument(array, getattr(array, "sharding", None) or asked.get(n), kind)
+        ShardedArgument(array, getattr(array, "sharding", None) or asked.get(n), kind)
         for n, (array, kind) in enumerate(rows)
     ]
     counts = Counter[str]()

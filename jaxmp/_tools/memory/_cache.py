@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from jaxmp._core._targets import Target
+from jaxmp._core import Target
 from jaxmp._tools.audit._compile import compile_lowered
 
 _COMPILERS = ("jax", "jaxlib", "jax-cuda12-plugin", "jax-cuda13-plugin", "libtpu")

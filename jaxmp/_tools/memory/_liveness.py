@@ -18,10 +18,9 @@ from typing import Any, NamedTuple, TypeAlias
 
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxmp._core._compat import jaxpr_body
-from jaxmp._programs import _analysis, _operations
-from jaxmp._programs._constructs import CONSTRUCTS, OPAQUE_CALLS, Form, Inner, inners
-from jaxmp._programs._matmuls import MATMULS
+from jaxmp import _programs
+from jaxmp._core import _compat
+from jaxmp._programs import Form, Inner
 
 # Axes of the mesh that divide an array; None for one that depends on no argument, such as zeros,
 # which XLA divides like the arrays that they are combined with.
@@ -38,10 +37,18 @@ _PLACEMENTS = ("reshard", "sharding_constraint")
 _KERNELS = ("reduce", "arg", "scatter", "cum", "dynamic_update_slice", "concatenate")
 _KERNELS += ("all_", "ppermute", "psum")
 # Other single results that libraries compute.
-_LIBRARY = {*MATMULS, "cholesky", "custom_call", "fft", "pallas_call", "sort", "triangular_solve"}
+_LIBRARY = {
+    *_programs.MATMULS,
+    "cholesky",
+    "custom_call",
+    "fft",
+    "pallas_call",
+    "sort",
+    "triangular_solve",
+}
 
 
-class Argument(NamedTuple):
+class ShardedArgument(NamedTuple):
     """An array among the arguments of a program, its sharding, and its kind in the report."""
 
     array: Any
@@ -81,7 +88,7 @@ class _Kernel(NamedTuple):
     inside: int = 0  # bytes that the jaxprs inside require
 
 
-class Liveness(_analysis.Forward):
+class Liveness(_programs.Forward):
     """Kernels of a program on one of its devices.
 
     An array of the size of a parameter is divided as it is, and another one as the batch is. Axes
@@ -92,7 +99,7 @@ class Liveness(_analysis.Forward):
     consequence = "the memory of the operations inside is not counted"
     nothing = _Array(0, None, ())
 
-    def __init__(self, arguments: Sequence[Argument]) -> None:
+    def __init__(self, arguments: Sequence[ShardedArgument]) -> None:
         super().__init__()
         self._kernels: list[_Kernel] = []
         parameters, inputs = (
@@ -116,14 +123,18 @@ class Liveness(_analysis.Forward):
     def measure(self, jaxpr: Any) -> tuple[int, int]:
         """Returns the most bytes of temporary arrays that exist at once, and those of results."""
         results = self.run(jaxpr, self._arguments)
-        rows = zip(jaxpr_body(jaxpr)[0].outvars, results, strict=True)
+        rows = zip(_compat.jaxpr_body(jaxpr)[0].outvars, results, strict=True)
         return self._peak(results), sum(self._size(var.aval, each.axes) for var, each in rows)
 
     def equation(self, equation: Any, operands: list[Any], frame: Any) -> list[Any]:
         """Adds the kernel of an operation, if it has one, and returns its results."""
         self.check_known(equation)
         name = equation.primitive.name
-        inside = inners(equation) if name in CONSTRUCTS | OPAQUE_CALLS else []
+        inside = (
+            _programs.inners(equation)
+            if name in _programs.CONSTRUCTS | _programs.OPAQUE_CALLS
+            else []
+        )
         is_apart = any(
             inner.form is Form.BRANCH or (inner.is_loop and inner.length != 1) for inner in inside
         )
@@ -136,7 +147,7 @@ class Liveness(_analysis.Forward):
         for inner in inside:
             own, size = self._measure_inside(inner, operands)
             axes, below = own if len(own) == len(axes) else axes, max(below, size)
-        is_summed = not is_apart and name not in MATMULS
+        is_summed = not is_apart and name not in _programs.MATMULS
         pairs = zip(equation.outvars, axes, strict=True)
         results = [_Array(self._size(var.aval, own, is_summed), own) for var, own in pairs]
         is_library = is_apart or name in _LIBRARY or "attention" in name
@@ -174,12 +185,12 @@ class Liveness(_analysis.Forward):
     def _axes_of_result(self, equation: Any, operands: list[_Array]) -> Axes:
         """Returns the axes that an operation passes from its operands to its results."""
         name, axes = equation.primitive.name, [operand.axes for operand in operands]
-        sharding = _operations.sharding_of_result(equation) if name in _PLACEMENTS else None
+        sharding = _programs.sharding_of_result(equation) if name in _PLACEMENTS else None
         # One that leaves dimensions to XLA keeps the axes.
         if isinstance(sharding, NamedSharding) and PartitionSpec.UNCONSTRAINED not in sharding.spec:
             return _axes_of(sharding) & self._axes
-        has_batch = name == "dot_general" and bool(_operations.dot_of(equation).batch[0])
-        if name in MATMULS and not has_batch:
+        has_batch = name == "dot_general" and bool(_programs.dot_of(equation).batch[0])
+        if name in _programs.MATMULS and not has_batch:
             # If they divide both operands, they divide the dimension that is summed.
             return (axes[0] or _NONE) ^ (axes[1] or _NONE)
         # An array into which updates are scattered, and the rows that indices choose.

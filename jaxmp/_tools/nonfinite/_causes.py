@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from jaxmp._core._compat import is_in_custom_vjp
-from jaxmp._programs import _jaxprs, _locations
+from jaxmp import _programs
+from jaxmp._core import _compat
 from jaxmp._tools.audit import _checks
 from jaxmp._tools.fixes import _domains, _rewrite, _source
 from jaxmp._tools.nonfinite._measure import ArgumentRow, ArrayRow, Measured, ScaleArgument
@@ -207,7 +207,7 @@ def _matrix(e: NonfiniteEvidence) -> NonfiniteCause | None:
 
 
 def _constant(e: NonfiniteEvidence) -> NonfiniteCause | None:
-    literals = [v.val for v in e.op.equation.invars if _jaxprs.is_literal(v)]
+    literals = [v.val for v in e.op.equation.invars if _programs.is_literal(v)]
     dtype = e.result.dtype
     if not any(np.ndim(x) == 0 and np.isinf(np.asarray(x, np.float32)) for x in literals):
         return None
@@ -294,7 +294,7 @@ def _quotient(e: NonfiniteEvidence) -> NonfiniteCause | None:
         return NonfiniteCause("optimizer_epsilon", message, fix)
     message = f"{row.zero:.1%} of the denominators are zero; they are {_range(row)}."
     code = _domains.divided(old)
-    if not code and is_in_custom_vjp(e.op.equation.source_info):
+    if not code and _compat.is_in_custom_vjp(e.op.equation.source_info):
         fix = (
             "JAX records only the line that calls the custom_vjp function. In its rule, replace "
             "such denominators:\n    denominator = jnp.where(denominator == 0, 1, denominator)"
@@ -371,8 +371,8 @@ def _range_exceeded(e: NonfiniteEvidence) -> NonfiniteCause | None:
         f"The result reaches {size:g} in FP32, {size / largest:.3g} times the largest {dtype} "
         f"number, {largest:g}."
     )
-    module = _locations.module_of(
-        e.op.region.locations[e.op.number].names, _locations.root_of(e.roots)
+    module = _programs.module_of(
+        e.op.region.locations[e.op.number].names, _programs.root_of(e.roots)
     )
     if not module or not e.is_in("flax"):
         code = _rewrite.in_fp32(e.expression())

@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
 
-from jaxmp._programs import _jaxprs, _locations
+from jaxmp import _programs
 from jaxmp._tools.audit import _trace
 from jaxmp._tools.fixes import _source, _trial
 from jaxmp._tools.nonfinite import _causes, _measure, _record
@@ -273,7 +273,7 @@ class _Search:
         walk, roots = self._walk(self.traced.arrays)
         origin = walk.origin(roots, _unused_results(walk))
         if origin is not None and isinstance(origin.source, Operation):
-            yield _locations.Lines().of(origin.operation.enclosing)
+            yield _programs.Lines().of(origin.operation.enclosing)
 
     def _walk(self, arrays: list[Any]) -> tuple[Walk, list[Variable]]:
         walk = Walk(self.program(arrays))
@@ -300,14 +300,14 @@ class _Search:
 
 
 def _location(
-    lined: Operation, shown: Operation, names: dict[_jaxprs.Path, None]
+    lined: Operation, shown: Operation, names: dict[_programs.Path, None]
 ) -> dict[str, Any]:
     """Returns the fields of a report on the location of an operation, and on another one's line."""
     location = shown.region.locations[shown.number]
-    file, line = _locations.Lines().of(lined.enclosing)
+    file, line = _programs.Lines().of(lined.enclosing)
     repeats = [(region.is_on_devices, n) for region, n in shown.repeats()]
     return {
-        "module": _locations.module_of(location.names, _locations.root_of(names)),
+        "module": _programs.module_of(location.names, _programs.root_of(names)),
         "primitive": shown.name,
         "phase": location.phase,
         "file": file,
@@ -343,9 +343,11 @@ def _reason(scale: _measure.ScaleArgument | None) -> str:
 def _roots(walk: Walk) -> list[Variable]:
     """Returns the results that are not finite, and gradients whose finiteness the step checks."""
     root, has_gradient = walk.recorded.root, walk.recorded.has_gradient
-    results = [Variable(root, (), var) for var in root.body.outvars if not _jaxprs.is_literal(var)]
+    results = [
+        Variable(root, (), var) for var in root.body.outvars if not _programs.is_literal(var)
+    ]
 
-    def checked(region: Region, equation: Any, location: _locations.Location) -> list[Any]:
+    def checked(region: Region, equation: Any, location: _programs.Location) -> list[Any]:
         is_check = equation.primitive.name == "is_finite" and not location.differentiated
         return equation.invars[:1] if is_check and has_gradient else []
 
@@ -363,8 +365,8 @@ def _unused_results(walk: Walk) -> list[Variable]:
     A loss that a step does not return is such a value.
     """
 
-    def unused(region: Region, equation: Any, location: _locations.Location) -> list[Any]:
-        is_forward = location.phase == _jaxprs.FORWARD and location.differentiated
+    def unused(region: Region, equation: Any, location: _programs.Location) -> list[Any]:
+        is_forward = location.phase == _programs.FORWARD and location.differentiated
         return [v for v in equation.outvars if is_forward and v not in region.index.consumers]
 
     return _broken(walk, unused)

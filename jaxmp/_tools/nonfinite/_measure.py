@@ -12,10 +12,8 @@ import numpy as np
 from jax import lax
 from jax.extend.core import JaxprEqn
 
-from jaxmp._core import _compat, _shardings, _trees
-from jaxmp._core._dtypes import FLOAT32
-from jaxmp._core._typing import Array, PyTree
-from jaxmp._programs import _bind, _interpreter
+from jaxmp import _core, _programs
+from jaxmp._core import Array, PyTree, _compat
 from jaxmp._tools.audit import _trace
 from jaxmp._tools.nonfinite import _record, _walk
 from jaxmp.optim import _roles, _skip
@@ -51,7 +49,7 @@ def bad_arguments(traced: _trace.Traced) -> dict[int, ArgumentRow]:
     rows = {}
     names, roles = traced.texts(), traced.roles()
     for number, array in enumerate(traced.arrays):
-        if not _trees.is_inexact(array) or bool(jnp.isfinite(array).all()):
+        if not _core.is_inexact(array) or bool(jnp.isfinite(array).all()):
             continue
         values = np.asarray(jax.device_get(array))
         bad = np.argwhere(~np.isfinite(values.astype(np.complex128)))
@@ -124,7 +122,7 @@ def last_step_was_skipped(tree: PyTree) -> bool:
 
 def has_failed(tree: PyTree) -> bool:
     """Returns True for arrays of a step that are not finite, or the counters of a skipped step."""
-    return last_step_was_skipped(tree) or not bool(_trees.all_finite(tree))
+    return last_step_was_skipped(tree) or not bool(_core.all_finite(tree))
 
 
 def with_scale(arrays: list[Any], number: int, value: float) -> list[Any]:
@@ -185,18 +183,18 @@ class _Operands(_record.Recorder):
         self.types: dict[Target, Any] = dict.fromkeys(targets)
 
     def equation(
-        self, equation: JaxprEqn, operands: list[Any], frame: _interpreter.Frame
+        self, equation: JaxprEqn, operands: list[Any], frame: _programs.Frame
     ) -> list[Any]:
         results = super().equation(equation, operands, frame)
         target = frame.state and (frame.state[0].key, frame.index)
         if target in self.types:
             # Random keys and other extended dtypes have no elements.
-            groups = [operands, results, _bind.bind_in_fp32(equation, operands)]
+            groups = [operands, results, _programs.bind_in_fp32(equation, operands)]
             groups = [[x for x in group if _is_number(x)] for group in groups]
             self.types[target] = [[(str(x.dtype), np.shape(x)) for x in each] for each in groups]
             position = _first(groups[1][0])
             rows = [[_elements(x, groups[1][0], position) for x in each] for each in groups]
-            self.side[target] = _interpreter.vary_as_here(rows)
+            self.side[target] = _programs.vary_as_here(rows)
         return results
 
 
@@ -232,7 +230,7 @@ def _rows(types: list[Any], group: list[Any]) -> tuple[ArrayRow, ...]:
 def _flat(x: Array) -> Array:
     """Returns the elements of an array as a vector in FP32, without a sharded axis."""
     x = lax.abs(x) if jnp.issubdtype(x.dtype, jnp.complexfloating) else x
-    return lax.convert_element_type(_shardings.flattened(x), FLOAT32)
+    return lax.convert_element_type(_core.flattened(x), _core.FLOAT32)
 
 
 def _first(x: Array) -> Array:
@@ -254,7 +252,7 @@ def _elements(x: Array, result: Array, position: Array) -> tuple[Array, dict[str
     flat = _flat(x)
     finite = lax.is_finite(flat)
     is_float = jnp.issubdtype(x.dtype, jnp.floating)
-    info = jnp.finfo(x.dtype if is_float else FLOAT32)
+    info = jnp.finfo(x.dtype if is_float else _core.FLOAT32)
     # The order of magnitudes is that of their bits. Floating-point operations of CPUs may take
     # subnormal numbers for zero.
     bits = lax.bitcast_convert_type(flat, jnp.int32)
@@ -262,7 +260,7 @@ def _elements(x: Array, result: Array, position: Array) -> tuple[Array, dict[str
     of = lambda value: lax.full_like(bits, np.float32(value).view(np.int32))
     full = lambda value: lax.full_like(flat, value)
     count = jnp.float32(max(flat.size, 1))
-    total = lambda flags: lax.reduce_sum(lax.convert_element_type(flags, FLOAT32), (0,))
+    total = lambda flags: lax.reduce_sum(lax.convert_element_type(flags, _core.FLOAT32), (0,))
     share = lambda flags: lax.div(total(flags), count)
     is_zero, is_large = lax.eq(bits, of(0)), lax.gt(bits, of(float(info.max) / 2))
     is_small = lax.bitwise_and(lax.bitwise_not(is_zero), lax.lt(bits, of(float(info.tiny))))

@@ -18,12 +18,9 @@ import numpy as np
 from jax import lax
 from jax.extend.core import JaxprEqn
 
-from jaxmp._core import _typing
-from jaxmp._core._compat import jaxpr_body
-from jaxmp._core._trees import is_float
-from jaxmp._programs import _analysis, _bind, _constructs, _interpreter, _locations
-from jaxmp._programs._interpreter import Frame, Interpreter, Place
-from jaxmp._programs._jaxprs import FORWARD, Atom, equations, is_literal
+from jaxmp import _core, _programs
+from jaxmp._core import _compat, is_float
+from jaxmp._programs import Atom, Frame, Interpreter, Place
 
 ZERO, FINITE, INFINITE, NAN = -1, 0, 1, 2
 # Iterations of a while loop that are recorded: the first ones and the last.
@@ -45,11 +42,11 @@ class Region:
     key: Key
     body: Any
     outer: Region | None
-    locations: list[_locations.Location]
+    locations: list[_programs.Location]
 
     def __post_init__(self) -> None:
-        self.index = _analysis.Body(self.body)
-        self.equations = list(equations(self.body, inside=False))
+        self.index = _programs.Body(self.body)
+        self.equations = list(_programs.equations(self.body, inside=False))
         arguments = (*self.body.constvars, *self.body.invars)
         variables = (*arguments, *(v for e in self.equations for v in e.outvars))
         self.slots = {var: n for n, var in enumerate(dict.fromkeys(variables))}
@@ -67,7 +64,9 @@ class Region:
     @property
     def phase(self) -> str:
         """The phase of the equation that runs the jaxpr."""
-        return FORWARD if self.outer is None else self.outer.locations[self.key[-1][0]].phase
+        return (
+            _programs.FORWARD if self.outer is None else self.outer.locations[self.key[-1][0]].phase
+        )
 
     @property
     def enclosing(self) -> tuple[Any, ...]:
@@ -75,9 +74,9 @@ class Region:
         return () if self.outer is None else (self.equation, *self.outer.enclosing)
 
     @functools.cached_property
-    def inner(self) -> _constructs.Inner | None:
+    def inner(self) -> _programs.Inner | None:
         """The jaxpr with the variables of its equation; None for the whole program."""
-        inside = () if self.outer is None else _constructs.inners(self.equation)
+        inside = () if self.outer is None else _programs.inners(self.equation)
         return next((inner for inner in inside if inner.jaxpr is self.body), None)
 
     @property
@@ -88,7 +87,7 @@ class Region:
     @property
     def is_on_devices(self) -> bool:
         """True for the jaxpr of a `shard_map`."""
-        return self.inner is not None and self.inner.form is _constructs.Form.SHARDS
+        return self.inner is not None and self.inner.form is _programs.Form.SHARDS
 
     @property
     def chain(self) -> list[Region]:
@@ -118,29 +117,29 @@ class Recorder(Interpreter):
     def __init__(self) -> None:
         super().__init__()
         self.regions: dict[Key, Region] = {}
-        self.locations = _locations.Locations()
+        self.locations = _programs.Locations()
 
     def run(
         self, jaxpr: Any, args: Sequence[Any], place: Place | None = None, state: Any = None
     ) -> list[Any]:
         if state is None:  # the test of a while loop
             return super().run(jaxpr, args, place, None)
-        body, consts = jaxpr_body(jaxpr)
+        body, consts = _compat.jaxpr_body(jaxpr)
         region = self._region(body, *state)
         pairs = zip((*body.constvars, *body.invars), (*consts, *args), strict=True)
         codes = {region.slots[var]: code_of(value) for var, value in pairs}
         results = super().run(jaxpr, args, place, (region, codes))
         row = [*(codes[n] for n in range(len(codes))), jnp.int8(1)]
         self.side[region.key] = lax.concatenate(
-            [lax.reshape(code, (1,)) for code in _interpreter.vary_as_here(row)], 0
+            [lax.reshape(code, (1,)) for code in _programs.vary_as_here(row)], 0
         )
         return results
 
     def _region(self, body: Any, outer: Region | None, index: int) -> Region:
         key = () if outer is None else (*outer.key, (index, id(body)))
         if key not in self.regions:
-            location = _locations.Location() if outer is None else outer.locations[index]
-            inside = equations(body, inside=False)
+            location = _programs.Location() if outer is None else outer.locations[index]
+            inside = _programs.equations(body, inside=False)
             locations = [self.locations.of(inner, location) for inner in inside]
             self.regions[key] = Region(key, body, outer, locations)
         return self.regions[key]
@@ -169,18 +168,18 @@ class WideRecorder(Recorder):
     consequence = ""
 
     def constant(self, array: Any) -> Any:
-        return _bind.wide(array)
+        return _programs.wide(array)
 
     def bound(self, equation: JaxprEqn, operands: list[Any]) -> list[Any]:
-        return _bind.bind_in_fp32(equation, operands)
+        return _programs.bind_in_fp32(equation, operands)
 
 
-def code_of(x: Any, chosen: _typing.Array | None = None) -> _typing.Array:
+def code_of(x: Any, chosen: _core.Array | None = None) -> _core.Array:
     """Returns the code of an array, or of those of its elements that are chosen."""
     dtype = getattr(x, "dtype", None)
     if dtype is None or not jnp.issubdtype(dtype, jnp.inexact):
         return jnp.int8(FINITE)
-    x = lax.abs(x) if jnp.issubdtype(dtype, jnp.complexfloating) else _bind.wide(x)
+    x = lax.abs(x) if jnp.issubdtype(dtype, jnp.complexfloating) else _programs.wide(x)
     to_int = lambda flags: lax.convert_element_type(flags, jnp.int8)
     is_zero = to_int(lax.eq(x, lax.full_like(x, 0)))
     codes = lax.add(to_int(lax.bitwise_not(lax.is_finite(x))), to_int(lax.ne(x, x)))
@@ -209,7 +208,7 @@ class Recorded:
 
     def code(self, region: Region, at: tuple[int, ...], var: Atom) -> int:
         """Returns the code of a variable at these iterations and devices, `FINITE` for zeros."""
-        if is_literal(var):
+        if _programs.is_literal(var):
             value = np.asarray(var.val)
             is_float = jnp.issubdtype(value.dtype, jnp.inexact)
             return max(int(code_of(jnp.asarray(value))), FINITE) if is_float else FINITE
@@ -228,7 +227,7 @@ class Recorded:
         ran = self.arrays[region.key][..., -1]
         yield from (tuple(map(int, at)) for at in np.argwhere(ran))
 
-    def equations(self) -> Iterator[tuple[Region, Any, _locations.Location]]:
+    def equations(self) -> Iterator[tuple[Region, Any, _programs.Location]]:
         """Yields (region, equation, location) of each equation."""
         for region in self.regions.values():
             for equation, location in zip(region.equations, region.locations, strict=True):
@@ -244,7 +243,7 @@ class Recorded:
         codes: set[int] = set()
         for region in self.regions.values():
             phases = [location.phase for location in region.locations]
-            variables = _analysis.gradients_of(region.body, phases, region.phase)
+            variables = _programs.gradients_of(region.body, phases, region.phase)
             slots = [region.slots[var] for var in variables if is_float(var.aval)]
             rows = self.arrays[region.key]
             codes |= set(np.unique(rows[rows[..., -1] == 1][..., slots]))

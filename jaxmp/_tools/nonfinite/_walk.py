@@ -11,7 +11,7 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from jaxmp._programs import _constructs, _jaxprs, _operations
+from jaxmp import _programs
 from jaxmp._tools.nonfinite._record import FINITE, INFINITE, NAN, Recorded, Region
 
 At = tuple[int, ...]
@@ -45,7 +45,7 @@ class Operation(NamedTuple):
 
     @property
     def is_backward(self) -> bool:
-        return self.region.locations[self.number].phase == _jaxprs.BACKWARD
+        return self.region.locations[self.number].phase == _programs.BACKWARD
 
     @property
     def enclosing(self) -> tuple[Any, ...]:
@@ -78,7 +78,7 @@ class Variable(NamedTuple):
 
     region: Region
     at: At
-    var: _jaxprs.Atom
+    var: _programs.Atom
 
 
 class Argument(NamedTuple):
@@ -124,12 +124,12 @@ class Walk:
     def makers(self, variable: Variable) -> Iterator[Operation | Variable | Argument]:
         """Yields the operation that computes a variable, or variables with the same values."""
         region, at, var = variable
-        if _jaxprs.is_literal(var) or var in region.body.constvars:
+        if _programs.is_literal(var) or var in region.body.constvars:
             return
         index = region.index.positions.get(var)
         if index is None:
             yield from self._outside(region, at, region.body.invars.index(var))
-        elif region.equations[index].primitive.name in _constructs.CONSTRUCTS:
+        elif region.equations[index].primitive.name in _programs.CONSTRUCTS:
             yield from self._inside(Operation(region, at, index), var)
         else:
             yield Operation(region, at, index)
@@ -149,7 +149,7 @@ class Walk:
                 return
         yield Variable(outer, above, inner.operands[number])
 
-    def _inside(self, operation: Operation, var: _jaxprs.Atom) -> Iterator[Variable]:
+    def _inside(self, operation: Operation, var: _programs.Atom) -> Iterator[Variable]:
         """Yields the variables inside of a construct that become its result."""
         region, at, index = operation
         number = list(operation.equation.outvars).index(var)
@@ -181,7 +181,7 @@ class Walk:
 
     def _devices(self, operation: Operation) -> Iterator[At]:
         yield operation.at
-        if not any(isinstance(axis, str) for axis in _operations.mesh_axes_of(operation.equation)):
+        if not any(isinstance(axis, str) for axis in _programs.mesh_axes_of(operation.equation)):
             return
         for position, (region, _) in enumerate(operation.repeats()):
             if region.is_on_devices:
@@ -232,7 +232,7 @@ class Walk:
         ends = []
         while waiting:
             node, via = waiting.pop()
-            is_literal_value = isinstance(node, Variable) and _jaxprs.is_literal(node.var)
+            is_literal_value = isinstance(node, Variable) and _programs.is_literal(node.var)
             if is_literal_value or (node, via is None) in seen:
                 continue
             seen.add((node, via is None))

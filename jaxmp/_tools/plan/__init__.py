@@ -8,7 +8,8 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
-from jaxmp._core._targets import Target, get_target, is_between, usable_share, with_links
+from jaxmp import _core
+from jaxmp._core import Target
 from jaxmp._policies import _recipe
 from jaxmp._policies._load import RecipeLike
 from jaxmp._tools.audit._compile import check_compiler
@@ -176,8 +177,11 @@ def check_plan(
             )
     if hosts is not None and (type(hosts) is not int or hosts < 1):
         raise AuditError(f"hosts={hosts!r} is not a positive number. Write hosts=8, or --hosts 8.")
-    usable_share()  # raises if the environment names none
-    chips = [with_links(chip, links) for chip in dict.fromkeys(map(get_target, lists["targets"]))]
+    _core.usable_share()  # raises if the environment names none
+    chips = [
+        _core.with_links(chip, links)
+        for chip in dict.fromkeys(map(_core.get_target, lists["targets"]))
+    ]
     names = [chip.name for chip in chips]
     for chip in chips:
         if (count := names.count(chip.name)) > 1:
@@ -192,7 +196,7 @@ def check_plan(
     pairs = [f"{name}/{recipe.name}" for name in names for recipe in recipes]
     for option, values, known in (("prices", prices, names), ("rates", rates, pairs)):
         items = values.items() if isinstance(values, Mapping) else [("", values)]
-        is_table = all(key in known and is_between(value, 1e-9, 1e15) for key, value in items)
+        is_table = all(key in known and _core.is_between(value, 1e-9, 1e15) for key, value in items)
         if values is not None and not is_table:
             raise AuditError(
                 f"{option}={values!r}: write positive numbers for {', '.join(known)}, such as "

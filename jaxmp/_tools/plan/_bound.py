@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxmp._core._targets import Target, targets
-from jaxmp._programs._jaxprs import BACKWARD
+from jaxmp import _core, _programs
+from jaxmp._core import Target
 from jaxmp._tools.audit import _hlo_collectives, _hlo_matmuls
 from jaxmp._tools.audit._compile import Compiled
 from jaxmp._tools.audit._hlo import Instruction, Program, Step
@@ -43,7 +43,11 @@ def shares_of(chip: Target) -> dict[str, Any]:
     chips, the default.
     """
     shares = measured()["shares"]
-    timed = (name for name in shares if name in targets() and targets()[name].peak == chip.peak)
+    timed = (
+        name
+        for name in shares
+        if name in _core.targets() and _core.targets()[name].peak == chip.peak
+    )
     return shares["default"] | shares.get(next(timed, ""), {})
 
 
@@ -186,7 +190,7 @@ def _width(matmul: Step, flops: int) -> int:
 
 def _attention_rate(row: Any, chip: Target) -> float:
     shares, length = shares_of(chip), max(row.shape[1:3])  # larger than the number of heads
-    share = shares["attention_backward" if row.phase == BACKWARD else "attention_forward"]
+    share = shares["attention_backward" if row.phase == _programs.BACKWARD else "attention_forward"]
     share *= 1 if row.shape[-1] > 64 else shares["small_head"]
     return _peak(row.dtype, chip) * share * min(1, length / 8192) ** shares["growth"]
 

@@ -15,8 +15,8 @@ from typing import NamedTuple
 
 import jax
 
-from jaxmp._core import _compat, _targets
-from jaxmp._core._messages import install_command
+from jaxmp import _core
+from jaxmp._core import _compat
 from jaxmp._tools.audit._compile import check_compiler
 from jaxmp._tools.memory._cache import versions_of
 from jaxmp.errors import MissingDependencyError, TargetError
@@ -32,7 +32,7 @@ _COMPILED = {"NVIDIA's GPUs": "h100", "TPUs": "v6e"}
 # Lowest driver and compute capability of each major version of CUDA: "Installing JAX" in JAX's
 # documentation.
 _DRIVERS = {12: 525, 13: 580}
-_CAPABILITIES: dict[int, _targets.Capability] = {12: (5, 2), 13: (7, 5)}
+_CAPABILITIES: dict[int, _core.Capability] = {12: (5, 2), 13: (7, 5)}
 
 
 class Machine(NamedTuple):
@@ -58,7 +58,7 @@ class Machine(NamedTuple):
     versions: Mapping[str, str]
     devices: Mapping[str, int]
     platform: str
-    capability: _targets.Capability | None = None
+    capability: _core.Capability | None = None
     cudnn: int | None = None
     gpus: tuple[str, ...] = ()
     driver: str = ""
@@ -71,15 +71,15 @@ class Machine(NamedTuple):
     clock: float = 0.0
 
     @property
-    def chip(self) -> _targets.Target | None:
+    def chip(self) -> _core.Target | None:
         """The chip that JAX uses, or a GPU that it does not use; None if it is not known."""
         return self.chips[0] if len(self.chips) == 1 else None
 
     @property
-    def chips(self) -> list[_targets.Target]:
+    def chips(self) -> list[_core.Target]:
         """The chips that the device may be, by its name, memory and clock."""
         kinds = (*self.gpus, *self.devices) if self.platform == "cpu" else self.devices
-        possible = (_targets.possible_targets(kind, self.total, self.clock) for kind in kinds)
+        possible = (_core.possible_targets(kind, self.total, self.clock) for kind in kinds)
         return next(filter(None, possible), [])
 
 
@@ -124,13 +124,13 @@ class MachineReport(NamedTuple):
             text = f"{chip.memory / 1e9:.1f} GB at {chip.bandwidth / 1e9:,.0f} GB/s"
             rows[f"target {chip.name!r}"] = f"{text}; TFLOP/s of dense matmuls: {peaks}"
         elif machine.chips:
-            text = _targets.differences(machine.chips)
+            text = _core.differences(machine.chips)
             rows["target"] = f"{text}; its kind does not tell them apart"
         elif machine.platform != "cpu" or machine.gpus:
             rows["target"] = "not in the table of chips; describe it as docs/chips.md shows"
         if machine.memory:
             rows["memory that JAX may allocate"] = f"{machine.memory / 1e9:.1f} GB of each device"
-        compilers = " and ".join(machine.compilers) or f"none: {install_command('aot')}"
+        compilers = " and ".join(machine.compilers) or f"none: {_core.install_command('aot')}"
         rows["programs can be compiled for"] = compilers
         rows |= self.features
         rows["recipe"] = f"{self.recipe}: {self.reason}"
@@ -173,7 +173,7 @@ def read_machine() -> Machine:
         memory = int((jax.local_devices()[0].memory_stats() or {}).get("bytes_limit", 0))
     for name, chip in _COMPILED.items():
         with contextlib.suppress(MissingDependencyError):
-            check_compiler(_targets.get_target(chip))
+            check_compiler(_core.get_target(chip))
             compilers.append(name)
     gpus, driver, total, clock = _nvidia()
     required = (text for text in importlib.metadata.requires("jax") or () if "libtpu==" in text)
@@ -237,8 +237,8 @@ def _recipe(machine: Machine) -> tuple[str, str]:
     elif capability is None:
         return "bf16", "the formats of this device are unknown"
     else:
-        name = f"compute capability {_targets.capability_text(capability)}"
-        lowest = {"bfloat16": _targets.BFLOAT16_MATMULS, "float8_e4m3fn": _targets.FP8_MATMULS}
+        name = f"compute capability {_core.capability_text(capability)}"
+        lowest = {"bfloat16": _core.BFLOAT16_MATMULS, "float8_e4m3fn": _core.FP8_MATMULS}
         formats = tuple(dtype for dtype, first in lowest.items() if capability >= first)
     if "bfloat16" not in formats:
         return "fp16", f"{name} supports fast matmuls in float16, but not in bfloat16"
@@ -266,12 +266,12 @@ def _features(machine: Machine) -> dict[str, str]:
         return dict.fromkeys((attention, fp8), "no: jaxmp knows the kernels of NVIDIA's GPUs only")
     capability = chip.capability if chip else machine.capability
     lowest = {
-        attention: _targets.FUSED_ATTENTION,
-        fp8: _targets.FP8_MATMULS,
-        "MX matmuls": _targets.MX_MATMULS,
+        attention: _core.FUSED_ATTENTION,
+        fp8: _core.FP8_MATMULS,
+        "MX matmuls": _core.MX_MATMULS,
     }
     texts = {
-        name: f"no: it requires compute capability {_targets.capability_text(first)}"
+        name: f"no: it requires compute capability {_core.capability_text(first)}"
         if capability and capability < first
         else "available"
         for name, first in lowest.items()
@@ -295,7 +295,7 @@ def _version_problems(machine: Machine) -> Iterator[Problem]:
     jaxlib = versions.get("jaxlib", "")
     for n in installed:
         if capability and capability < _CAPABILITIES[n]:
-            text = _targets.capability_text(capability)
+            text = _core.capability_text(capability)
             message = f"CUDA {n} does not support compute capability {text}."
             yield Problem(message, _other_cuda(n, min(_DRIVERS)))
         for package in (f"jax-cuda{n}-plugin", f"jax-cuda{n}-pjrt"):
@@ -336,7 +336,7 @@ def _driver_problems(machine: Machine) -> Iterator[Problem]:
 def _use_problems(machine: Machine) -> Iterator[Problem]:
     """Yields the problems because of which JAX does not use the GPU or its libraries."""
     try:
-        _targets.usable_share(machine.environment)
+        _core.usable_share(machine.environment)
     except TargetError as error:
         yield Problem(str(error), "export XLA_PYTHON_CLIENT_MEM_FRACTION=0.95")
     if machine.failure:

@@ -12,11 +12,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxmp._core import _compat, _targets
+from jaxmp import _core
+from jaxmp._core import _compat
 from jaxmp._policies._recipe import Recipe
 from jaxmp._tools.audit._audit import audit_program
 from jaxmp._tools.audit._auditor import PolicyContext
-from jaxmp._tools.audit._hlo_stats import required_bytes
 from jaxmp._tools.audit._make_report import lacking_format
 from jaxmp._tools.audit._report import AuditReport
 from jaxmp._tools.memory import estimate_memory
@@ -47,7 +47,7 @@ class Candidate(NamedTuple):
 
     make_step: Callable[..., Any]
     recipe: Recipe
-    chip: _targets.Target
+    chip: _core.Target
     remat: Any
     cache: str | os.PathLike[str] | None
     hosts: int | None = None
@@ -57,7 +57,7 @@ class Candidate(NamedTuple):
         options = {} if batch is None else {"batch_size": batch}
         options |= {} if self.remat is None else {"remat": self.remat}
         try:
-            with _compat.unchecked_cuda(), _targets.default_target(self.chip):
+            with _compat.unchecked_cuda(), _core.default_target(self.chip):
                 made = self.make_step(self.recipe, **options)
                 if not (isinstance(made, (tuple, list)) and made and callable(made[0])):
                     raise TypeError(
@@ -94,7 +94,7 @@ class Candidate(NamedTuple):
         compiler = compiler_of(self.cache, chip)
         report, compiled = audit_program(context, step, args, {}, chip, compiler)
         assert compiled is not None and report.memory is not None
-        total = required_bytes(report.memory)
+        total = report.memory.required
         try:
             cost = cost_of(compiled, report.attention, self.hosts)._asdict()
         except TargetError as error:

@@ -14,8 +14,8 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, ClassVar, Self, TypeVar
 
-from jaxmp._core import _messages, _plain, _typing
-from jaxmp._core._plain import JSONValue  # `from_plain` looks its name up in this module
+from jaxmp import _core
+from jaxmp._core import JSONValue  # `from_plain` looks its name up in this module
 from jaxmp._tools.report import _section
 from jaxmp.errors import JaxmpError
 
@@ -45,7 +45,7 @@ class Report(abc.ABC):
     def __str__(self) -> str:
         return _section.plain_text(self._sections(full=False))
 
-    def __rich__(self) -> _typing.RichRenderable:
+    def __rich__(self) -> _core.RichRenderable:
         return _Renderable(self._sections(full=False))
 
     def to_text(self, *, full: bool = False, width: int = _section.WIDTH) -> str:
@@ -57,7 +57,7 @@ class Report(abc.ABC):
         """
         return _section.plain_text(self._sections(full), width)
 
-    def to_rich(self, *, full: bool = False) -> _typing.RichRenderable:
+    def to_rich(self, *, full: bool = False) -> _core.RichRenderable:
         """Returns an object that rich prints in color, in the width of its console.
 
         Args:
@@ -85,7 +85,7 @@ class Report(abc.ABC):
         """Returns the report as plain data: the fields of `to_json`."""
         assert dataclasses.is_dataclass(self)
         summary = {name: getattr(self, name) for name in self._summary}
-        plain = _plain.to_plain(dataclasses.asdict(self))
+        plain = _core.to_plain(dataclasses.asdict(self))
         assert isinstance(plain, dict)
         return self._schema | summary | plain
 
@@ -115,7 +115,7 @@ class Report(abc.ABC):
                     raise ValueError(f"{name} is {schema[name]!r}, and must be {value!r}")
             for name in cls._summary:
                 data.pop(name, None)
-            return _plain.from_plain(cls, data)
+            return _core.from_plain(cls, data)
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             subject = f"{'an' if cls._subject[0] in 'aeiou' else 'a'} {cls._subject}"
             raise cls._error(
@@ -166,7 +166,7 @@ class _Renderable:
     def __init__(self, sections: list[_section.Section]) -> None:
         self._sections = sections
         if importlib.util.find_spec("rich") is None:
-            raise _messages.missing_dependency("rich", "colored tables", "cli")
+            raise _core.missing_dependency("rich", "colored tables", "cli")
 
     def __rich_console__(self, console: Any, options: Any) -> Iterator[Any]:
         text = importlib.import_module("rich.text").Text

@@ -12,9 +12,7 @@ import ml_dtypes
 import numpy as np
 from jax import lax
 
-from jaxmp._core import _shardings, _typing
-from jaxmp._core._dtypes import FLOAT32, is_fp8
-from jaxmp._programs import _bind, _interpreter
+from jaxmp import _core, _programs
 
 FORMATS = ("float16", "bfloat16", "float8_e4m3fn", "float8_e5m2")
 # Key of the format and the scale with which a program quantizes a tensor itself.
@@ -38,9 +36,9 @@ class Rounding(NamedTuple):
         an error.
     """
 
-    underflow: _typing.Array
-    overflow: _typing.Array
-    snr: _typing.Array
+    underflow: _core.Array
+    overflow: _core.Array
+    snr: _core.Array
 
 
 @jax.tree_util.register_dataclass
@@ -58,11 +56,11 @@ class TensorStats:
       formats: format -> losses of a rounding to it. FP8 formats have the scale of `amax`.
     """
 
-    amax: _typing.Array
-    rms: _typing.Array
-    zero: _typing.Array
-    nonfinite: _typing.Array
-    exponents: _typing.Array
+    amax: _core.Array
+    rms: _core.Array
+    zero: _core.Array
+    nonfinite: _core.Array
+    exponents: _core.Array
     formats: dict[str, Rounding]
 
 
@@ -81,7 +79,7 @@ def _range_of(name: str) -> tuple[int, int, float]:
 
 @functools.partial(jax.jit, static_argnames="dtype")
 def measure_tensor(
-    x: _typing.Array, factor: _typing.Array | None = None, dtype: _typing.DTypeLike | None = None
+    x: _core.Array, factor: _core.Array | None = None, dtype: _core.DTypeLike | None = None
 ) -> TensorStats:
     """Measures a tensor.
 
@@ -91,18 +89,18 @@ def measure_tensor(
         broadcastable to `x`.
       dtype: the FP8 format of that quantization.
     """
-    x, factor = _interpreter.vary_as_here((lax.convert_element_type(x, FLOAT32), factor))
+    x, factor = _programs.vary_as_here((lax.convert_element_type(x, _core.FLOAT32), factor))
     bits = _bits(x)
     counts = _exponents(bits)
     is_finite = lax.lt(bits, np.uint32(_EXPONENT))
     bits, x = (lax.select(is_finite, each, lax.full_like(each, 0)) for each in (bits, x))
     amax_bits = lax.reduce_max(bits, range(x.ndim))
-    amax = lax.bitcast_convert_type(amax_bits, FLOAT32)
+    amax = lax.bitcast_convert_type(amax_bits, _core.FLOAT32)
     # Squares of small gradients underflow in FP32: `unit` is the power of two below `amax`.
     exponent = lax.bitwise_and(amax_bits, np.uint32(_EXPONENT))
     exponent = lax.clamp(np.uint32(1 << 23), exponent, np.uint32(253 << 23))
-    unit = lax.bitcast_convert_type(exponent, FLOAT32)
-    inverse = lax.bitcast_convert_type(lax.sub(np.uint32(254 << 23), exponent), FLOAT32)
+    unit = lax.bitcast_convert_type(exponent, _core.FLOAT32)
+    inverse = lax.bitcast_convert_type(lax.sub(np.uint32(254 << 23), exponent), _core.FLOAT32)
     size, unscaled = np.uint32(x.size), np.float32(1)
     nonfinite, zero = _count(lax.bitwise_not(is_finite)), counts[0, POWERS]
     # The count of zeros in `x`. LLVM may test bits for zero by a comparison of floats, for which
@@ -110,69 +108,71 @@ def measure_tensor(
     zeros = lax.add(zero, nonfinite)
     formats = {}
     for name in FORMATS:
-        scaled = lax.mul(x, fp8_scale(amax, name)) if is_fp8(name) else x
-        formats[name] = _rounding(scaled, name, zeros, unscaled if is_fp8(name) else inverse)
+        scaled = lax.mul(x, fp8_scale(amax, name)) if _core.is_fp8(name) else x
+        formats[name] = _rounding(scaled, name, zeros, unscaled if _core.is_fp8(name) else inverse)
     if factor is not None:
         scaled = lax.div(x, lax.broadcast_in_dim(factor, x.shape, range(factor.ndim)))
         formats[ACTUAL] = _rounding(scaled, str(np.dtype(dtype)), zeros, unscaled)
     mean = lax.div(_power(lax.mul(x, inverse)), _at_least_1(lax.sub(size, nonfinite)))
-    share = lambda count: lax.div(lax.convert_element_type(count, FLOAT32), np.float32(size or 1))
+    share = lambda count: lax.div(
+        lax.convert_element_type(count, _core.FLOAT32), np.float32(size or 1)
+    )
     rms = lax.mul(lax.sqrt(mean), unit)
     return TensorStats(amax, rms, share(zero), share(nonfinite), counts, formats)
 
 
-def _bits(x: _typing.Array) -> _typing.Array:
+def _bits(x: _core.Array) -> _core.Array:
     """Returns the bits of magnitudes: processors that flush subnormals compare them as zero."""
     return lax.bitwise_and(lax.bitcast_convert_type(x, jnp.uint32), np.uint32(_MAGNITUDE))
 
 
-def _exponents(bits: _typing.Array) -> _typing.Array:
-    bits = lax.reshape(_shardings.flattened(bits), (bits.size, 1))
+def _exponents(bits: _core.Array) -> _core.Array:
+    bits = lax.reshape(_core.flattened(bits), (bits.size, 1))
     fraction = lax.bitwise_and(bits, np.uint32(_FRACTION))
     as_int = lambda x: lax.convert_element_type(x, jnp.int32)
     is_other, is_last = lax.gt(fraction, np.uint32(0)), lax.ge(fraction, np.uint32(_ROUNDS_UP))
     row = as_int(lax.shift_right_logical(bits, np.uint32(23)))
     index = lax.add(lax.mul(row, np.int32(3)), lax.add(as_int(is_other), as_int(is_last)))
     numbers = lax.ScatterDimensionNumbers((), (0,), (0,))
-    none = _interpreter.vary_as_here(lax.full((256 * 3,), 0, jnp.uint32))
+    none = _programs.vary_as_here(lax.full((256 * 3,), 0, jnp.uint32))
     each = lax.full_like(lax.squeeze(bits, (1,)), 1)
     return lax.reshape(lax.scatter_add(none, index, each, numbers), (256, 3))
 
 
-def _count(flags: _typing.Array) -> _typing.Array:
+def _count(flags: _core.Array) -> _core.Array:
     return lax.reduce_sum(lax.convert_element_type(flags, jnp.uint32), range(flags.ndim))
 
 
-def _at_least_1(count: _typing.Array) -> _typing.Array:
-    return lax.convert_element_type(lax.max(count, np.uint32(1)), FLOAT32)
+def _at_least_1(count: _core.Array) -> _core.Array:
+    return lax.convert_element_type(lax.max(count, np.uint32(1)), _core.FLOAT32)
 
 
-def _power(x: _typing.Array) -> _typing.Array:
+def _power(x: _core.Array) -> _core.Array:
     return lax.reduce_sum(lax.mul(x, x), range(x.ndim))
 
 
-def fp8_scale(amax: _typing.Array, name: str) -> _typing.Array:
+def fp8_scale(amax: _core.Array, name: str) -> _core.Array:
     """Returns the largest power of two that maps `amax` into a format, as `CurrentScaling` does."""
     largest, tiny = np.float32(_range_of(name)[2]), np.float32(np.finfo(np.float32).tiny)
     ratio = lax.div(largest, lax.max(amax, tiny))
     bits = lax.bitcast_convert_type(lax.min(ratio, np.float32(2.0**126)), jnp.uint32)
-    return lax.bitcast_convert_type(lax.bitwise_and(bits, np.uint32(_EXPONENT)), FLOAT32)
+    return lax.bitcast_convert_type(lax.bitwise_and(bits, np.uint32(_EXPONENT)), _core.FLOAT32)
 
 
-def clipped(x: _typing.Array, dtype: Any) -> _typing.Array:
+def clipped(x: _core.Array, dtype: Any) -> _core.Array:
     """Returns numbers beyond the range of a format as its largest one."""
     largest = np.float32(jnp.finfo(dtype).max)
     return lax.clamp(-largest, x, largest)
 
 
-def _rounding(x: _typing.Array, name: str, zeros: _typing.Array, inverse: Any) -> Rounding:
+def _rounding(x: _core.Array, name: str, zeros: _core.Array, inverse: Any) -> Rounding:
     """Returns the losses of a rounding; squares times `inverse**2` do not underflow."""
     bits, (zero, last, _) = _bits(x), _range_of(name)
     underflow = lax.sub(_count(lax.le(bits, np.uint32(zero))), zeros)
     overflow = _count(lax.gt(bits, np.uint32(last)))
     count = _at_least_1(lax.sub(np.uint32(x.size), zeros))
-    share = lambda part: lax.div(lax.convert_element_type(part, FLOAT32), count)
-    error = lax.sub(_bind.rounded_to(clipped(x, name), name), x)
+    share = lambda part: lax.div(lax.convert_element_type(part, _core.FLOAT32), count)
+    error = lax.sub(_programs.rounded_to(clipped(x, name), name), x)
     signal, noise = (_power(lax.mul(each, inverse)) for each in (x, error))
     snr = lax.mul(lax.log(lax.div(signal, noise)), np.float32(10 / np.log(10)))
     snr = lax.select(lax.eq(noise, np.float32(0)), lax.full_like(snr, np.inf), snr)

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import jax
 import numpy as np
 
-from jaxmp._programs._observe import GRADIENTS, OPERANDS
+from jaxmp import _programs
 from jaxmp._tools.report._section import Section, grouped, module_text, share_text
 from jaxmp._tools.report._views import Report
 from jaxmp._tools.stats._measure import LAST, POWERS, TensorStats
@@ -116,7 +116,7 @@ class StatsReport(Report):
         largest: dict[str, float] = {}
         for (_, kind), column in zip(names, columns, strict=True):
             for module, error in column.items():
-                largest[module] = max(largest.get(module, 0), error * (kind == GRADIENTS))
+                largest[module] = max(largest.get(module, 0), error * (kind == _programs.GRADIENTS))
         worst = sorted(largest, key=lambda module: -largest[module])[: None if full else _ROWS]
         share = lambda column, module: f"{column[module]:.2%}" if module in column else ""
         cells = tuple(
@@ -124,12 +124,14 @@ class StatsReport(Report):
             for module in largest
             if module in worst
         )
-        labels = [f"{name} {'outputs' if kind != GRADIENTS else kind}" for name, kind in names]
+        labels = [
+            f"{name} {'outputs' if kind != _programs.GRADIENTS else kind}" for name, kind in names
+        ]
         return [Section("What if: errors of modules", _ERRORS, ("", *labels), cells)]
 
     def _nonfinite(self) -> TensorRow | None:
         """Returns the gradient with the largest share of elements that are infinite or NaN."""
-        rows = [row for row in self.tensors if row.kind == GRADIENTS and row.nonfinite]
+        rows = [row for row in self.tensors if row.kind == _programs.GRADIENTS and row.nonfinite]
         return max(rows, key=lambda row: row.nonfinite, default=None)
 
     def _advice(self) -> str:
@@ -140,7 +142,7 @@ class StatsReport(Report):
                 f"infinite or NaN, so no loss scale follows. {_LOCATE}"
             )
         if not self.scales:
-            is_zero = any(row.kind == GRADIENTS for row in self.tensors)
+            is_zero = any(row.kind == _programs.GRADIENTS for row in self.tensors)
             text = "All gradients of the step are zero, so it trains nothing: the loss does not "
             text += "depend on the parameters, a value in it is infinite, or the gradients are too "
             text += f"small for their format. {_LOCATE}"
@@ -209,7 +211,9 @@ def make_stats_report(
     # Code in a branch that was not taken has no elements.
     scale, rows, counts = float(np.max(loss_scale)), [], np.zeros((256, 3))
     for kind, name, x in flat:
-        is_scaled = kind == GRADIENTS or (kind == OPERANDS and ":output_grad" in name)
+        is_scaled = kind == _programs.GRADIENTS or (
+            kind == _programs.OPERANDS and ":output_grad" in name
+        )
         if x.exponents.any():
             rows.append(_row(kind, name, x, scale if is_scaled else 1.0))
         if is_scaled:

@@ -15,9 +15,8 @@ import numpy as np
 from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
-from jaxmp._core import _dtypes, _shardings, _typing
+from jaxmp import _core, _programs
 from jaxmp._policies import _op_table
-from jaxmp._programs import _analysis, _bind, _interpreter, _jaxprs, _observe, _operations
 from jaxmp._tools.audit import _trace
 from jaxmp._tools.stats import _measure, _report
 from jaxmp._tools.stats._measure import clipped, fp8_scale
@@ -47,8 +46,8 @@ class TrainingStats:
     """
 
     tensors: dict[str, dict[str, _measure.TensorStats]]
-    loss_scale: _typing.Array
-    errors: dict[str, dict[str, dict[str, _typing.Array]]] = dataclasses.field(default_factory=dict)
+    loss_scale: _core.Array
+    errors: dict[str, dict[str, dict[str, _core.Array]]] = dataclasses.field(default_factory=dict)
     modules: tuple[str, ...] = dataclasses.field(default=(), metadata={"static": True})
 
     def report(self) -> _report.StatsReport:
@@ -135,7 +134,7 @@ def with_stats(
     return measured
 
 
-class _Measured(_observe.Observer):
+class _Measured(_programs.Observer):
     """Observer that computes the statistics of each tensor."""
 
     measure = staticmethod(_measure.measure_tensor)
@@ -167,12 +166,12 @@ class _Program:
             rows.setdefault(kind, {})[name + suffix] = stats
 
         scales = self._of_role(_roles.FP8)
-        for kind, numbers in (("parameters", self._parameters()), (_observe.SCALES, scales)):
+        for kind, numbers in (("parameters", self._parameters()), (_programs.SCALES, scales)):
             for number in numbers:
                 add(kind, self.names[number], _measure.measure_tensor(arrays[number]))
         for key, module, stats in self._by_module(observer):
-            if key.kind == _observe.GRADIENTS:
-                add(_observe.GRADIENTS, self._parameter(key, module), stats)
+            if key.kind == _programs.GRADIENTS:
+                add(_programs.GRADIENTS, self._parameter(key, module), stats)
             else:
                 add(key.kind, f"{module}:{key.label}" if key.label else module, stats)
         for number, new in self._updated(results):
@@ -182,32 +181,32 @@ class _Program:
         scale = next((arrays[number] for number in self.traced.scales()), 1.0)
         return TrainingStats(rows, jnp.asarray(scale, jnp.float32))
 
-    def samples(self, arrays: list[Any], name: str, scale: _typing.Array) -> Samples:
+    def samples(self, arrays: list[Any], name: str, scale: _core.Array) -> Samples:
         """Returns samples of the gradients and outputs of each module in a format."""
         emulation = Emulation(name, scale)
         sampler = Sampler()
         sampler.run(*emulation.traced(self.traced.closed, arrays))
         samples: Samples = {}
         for key, module, sample in self._by_module(sampler):
-            if key.kind in (_observe.ACTIVATIONS, _observe.GRADIENTS):
+            if key.kind in (_programs.ACTIVATIONS, _programs.GRADIENTS):
                 samples.setdefault(key.kind, {}).setdefault(module, []).append(sample)
         # A module without outputs has its first gradient last.
         order = [
-            *samples.get(_observe.ACTIVATIONS, {}),
-            *reversed(samples.get(_observe.GRADIENTS, {})),
+            *samples.get(_programs.ACTIVATIONS, {}),
+            *reversed(samples.get(_programs.GRADIENTS, {})),
         ]
         self.modules = tuple(dict.fromkeys(order))
         return samples
 
-    def _by_module(self, observer: _observe.Observer) -> Iterator[tuple[_observe.Key, str, Any]]:
+    def _by_module(self, observer: _programs.Observer) -> Iterator[tuple[_programs.Key, str, Any]]:
         """Yields (key, module, measurement) of each tensor that an observer measured."""
         of_fp8, of_parameters = (
             {self.traced.arrays[n].shape for n in numbers}
             for numbers in (self._of_role(_roles.FP8), self._parameters())
         )
-        modules = _observe.modules_of(key.path for key in observer.side)
+        modules = _programs.modules_of(key.path for key in observer.side)
         for (key, measured), module in zip(observer.side.items(), modules, strict=True):
-            if key.kind != _observe.GRADIENTS or key.shape not in of_fp8 - of_parameters:
+            if key.kind != _programs.GRADIENTS or key.shape not in of_fp8 - of_parameters:
                 yield key, module, measured
 
     def _of_role(self, *roles: str) -> list[int]:
@@ -221,7 +220,7 @@ class _Program:
     def _parameters(self) -> list[int]:
         return self._of_role(_roles.PARAMETER, _roles.MASTER, _roles.AVERAGE, _roles.STATISTICS)
 
-    def _parameter(self, key: _observe.Key, module: str) -> str:
+    def _parameter(self, key: _programs.Key, module: str) -> str:
         """Returns the parameter of a gradient; its module and shape if they fit several ones."""
         arrays = self.traced.arrays
         numbers = [n for n in self._of_role(_roles.PARAMETER) if arrays[n].shape == key.shape]
@@ -273,7 +272,7 @@ class _Value:
     is_wide: bool = dataclasses.field(default=False, metadata={"static": True})
 
 
-class Emulation(_interpreter.Interpreter):
+class Emulation(_programs.Interpreter):
     """Interpreter that computes in another format.
 
     The results of the operations that the op table runs in 16 bits are rounded, in modules and of
@@ -295,7 +294,7 @@ class Emulation(_interpreter.Interpreter):
         self.name, self.scale = name, scale
         self._dtype = jnp.dtype(np.float16 if name == FLOAT16 else jnp.bfloat16)
         # Scopes with FP32 results, such as norms, which also sum their gradients in FP32.
-        self._fp32_modules: set[_jaxprs.Path] = set()
+        self._fp32_modules: set[_programs.Path] = set()
 
     def traced(self, closed: ClosedJaxpr, arrays: list[Any]) -> tuple[ClosedJaxpr, list[Any]]:
         """Returns the emulated step as a program, and its arguments."""
@@ -313,48 +312,48 @@ class Emulation(_interpreter.Interpreter):
     def array(self, value: Any) -> Any:
         return value.array if isinstance(value, _Value) else value
 
-    def entered(
-        self, values: list[Any], entry: _interpreter.Entry, operands: list[Any]
-    ) -> list[Any]:
+    def entered(self, values: list[Any], entry: _programs.Entry, operands: list[Any]) -> list[Any]:
         # The result of an iteration has the type of the carry.
-        return list(map(self.array, values)) if entry is _interpreter.Entry.CARRY else values
+        return list(map(self.array, values)) if entry is _programs.Entry.CARRY else values
 
     def run(
         self,
         jaxpr: Jaxpr | ClosedJaxpr,
         args: Sequence[Any],
-        place: _interpreter.Place | None = None,
+        place: _programs.Place | None = None,
         state: Any = None,
     ) -> list[Any]:
-        place = place or _interpreter.Place()
-        values = _as_values(args, place.phase == _jaxprs.BACKWARD)
-        return super().run(jaxpr, values, place, _analysis.ModuleOutputs(jaxpr, place, state))
+        place = place or _programs.Place()
+        values = _as_values(args, place.phase == _programs.BACKWARD)
+        return super().run(jaxpr, values, place, _programs.ModuleOutputs(jaxpr, place, state))
 
     def equation(
-        self, equation: JaxprEqn, operands: list[Any], frame: _interpreter.Frame
+        self, equation: JaxprEqn, operands: list[Any], frame: _programs.Frame
     ) -> list[Any]:
         place, outputs, name = frame.place.of(equation), frame.state, equation.primitive.name
-        is_backward, is_matmul = place.phase == _jaxprs.BACKWARD, name in _observe.MATMULS
-        is_inside = self.name and (place.scopes or is_matmul) and _bind.runs_in_fp32(equation)
+        is_backward, is_matmul = place.phase == _programs.BACKWARD, name in _programs.DOTS
+        is_inside = self.name and (place.scopes or is_matmul) and _programs.runs_in_fp32(equation)
         arrays = list(map(self.array, operands))
         if not is_inside or not any(map(_is_fp32, arrays)):
             used = [var in outputs.consumers for var in equation.outvars]
-            used = _analysis.used_inside(equation, used) if place.phase == _jaxprs.FORWARD else None
+            used = (
+                _programs.used_inside(equation, used) if place.phase == _programs.FORWARD else None
+            )
             return _as_values(self.enter(equation, operands, frame, used), is_backward)
         is_wide = any(x.is_wide for x in operands) and name != "add_any"
-        is_batch_sum = name == "reduce_sum" and 0 in _operations.axes_of(equation)
+        is_batch_sum = name == "reduce_sum" and 0 in _programs.axes_of(equation)
         if is_backward and is_batch_sum and not is_wide and place.scopes not in self._fp32_modules:
             # A sum over the batch, as of a bias, accumulates in the format.
             narrow = lax.convert_element_type(self._scaled(arrays[0], True), self._dtype)
             (result,) = self.bound(equation, [lax.optimization_barrier(narrow)])
-            wide = lax.convert_element_type(result, _dtypes.FLOAT32)
+            wide = lax.convert_element_type(result, _core.FLOAT32)
             return [_Value(lax.div(wide, self._scale(True)), True)]
         flags = [x.is_cotangent for x in operands]
         if is_matmul:
             # Parameters, inputs and cotangents may come from outside of the module, in FP32.
             arrays = [self._rounded(x, f) for x, f in zip(arrays, flags, strict=True)]
         is_dot = name == "dot_general"
-        if self.name == FLOAT8 and is_dot and not _operations.dot_of(equation).batch[0]:
+        if self.name == FLOAT8 and is_dot and not _programs.dot_of(equation).batch[0]:
             pairs = zip(arrays, flags, strict=True)
             arrays = [_fp8(x, f) if _is_fp32(x) else x for x, f in pairs]
         results = self.bound(equation, arrays)
@@ -372,14 +371,14 @@ class Emulation(_interpreter.Interpreter):
     def _scale(self, is_backward: bool) -> Any:
         return self.scale if is_backward and self.name == FLOAT16 else np.float32(1)
 
-    def _scaled(self, x: _typing.Array, is_backward: bool) -> _typing.Array:
+    def _scaled(self, x: _core.Array, is_backward: bool) -> _core.Array:
         """Returns an array times its scale, in the range of the format."""
         return clipped(lax.mul(x, self._scale(is_backward)), self._dtype)
 
     def _rounded(self, x: Any, is_backward: bool) -> Any:
         if not _is_fp32(x):
             return x
-        scaled = _bind.rounded_to(self._scaled(x, is_backward), self._dtype)
+        scaled = _programs.rounded_to(self._scaled(x, is_backward), self._dtype)
         return lax.div(scaled, self._scale(is_backward))
 
 
@@ -390,13 +389,13 @@ def _as_values(results: Sequence[Any], is_cotangent: bool) -> list[_Value]:
 
 
 def _is_fp32(x: Any) -> bool:
-    return getattr(x, "dtype", None) == _dtypes.FLOAT32
+    return getattr(x, "dtype", None) == _core.FLOAT32
 
 
-def _fp8(x: _typing.Array, is_cotangent: bool) -> _typing.Array:
+def _fp8(x: _core.Array, is_cotangent: bool) -> _core.Array:
     name = "float8_e5m2" if is_cotangent else "float8_e4m3fn"
     scale = fp8_scale(lax.reduce_max(lax.abs(x), range(x.ndim)), name)
-    return lax.div(_bind.rounded_to(clipped(lax.mul(x, scale), name), name), scale)
+    return lax.div(_programs.rounded_to(clipped(lax.mul(x, scale), name), name), scale)
 
 
 # ---------------------------------------------------------------------------
@@ -404,28 +403,28 @@ def _fp8(x: _typing.Array, is_cotangent: bool) -> _typing.Array:
 # ---------------------------------------------------------------------------
 
 
-class Sampler(_observe.Observer):
+class Sampler(_programs.Observer):
     """Observer that returns a regular subset of the elements of each tensor."""
 
-    def measure(self, x: _typing.Array, *_: Any) -> _typing.Array:
-        return _shardings.sampled(x)
+    def measure(self, x: _core.Array, *_: Any) -> _core.Array:
+        return _core.sampled(x)
 
 
 # Kind -> module -> samples of its tensors.
-Samples = dict[str, dict[str, list[_typing.Array]]]
+Samples = dict[str, dict[str, list[_core.Array]]]
 
 
 @jax.jit
-def errors_of(exact: Samples, rounded: Samples) -> dict[str, dict[str, _typing.Array]]:
+def errors_of(exact: Samples, rounded: Samples) -> dict[str, dict[str, _core.Array]]:
     """Returns the norm of the difference of a module's tensors, over the norm of the tensors."""
 
-    def error(first: list[_typing.Array], second: list[_typing.Array]) -> _typing.Array:
-        unit = jnp.finfo(_dtypes.FLOAT32).tiny
+    def error(first: list[_core.Array], second: list[_core.Array]) -> _core.Array:
+        unit = jnp.finfo(_core.FLOAT32).tiny
         for x in first:
             unit = jnp.maximum(unit, jnp.max(jnp.abs(x), initial=0))
         norm = lambda xs: jnp.sqrt(sum(jnp.sum(jnp.square(x / unit)) for x in xs))
         differences = [x - y for x, y in zip(first, second, strict=True)]
-        return norm(differences) / jnp.maximum(norm(first), jnp.finfo(_dtypes.FLOAT32).tiny)
+        return norm(differences) / jnp.maximum(norm(first), jnp.finfo(_core.FLOAT32).tiny)
 
     return {
         kind: {module: error(tensors, rounded[kind][module]) for module, tensors in group.items()}

@@ -11,7 +11,7 @@ from typing import TypeAlias
 
 import numpy as np
 
-from jaxmp._core._messages import did_you_mean
+from jaxmp import _core
 from jaxmp._policies._recipe import Recipe
 from jaxmp._tools.validate._rows import MAX, MIN, TWO_SIDED, MetricChoice, TrainingRecord
 from jaxmp.errors import ValidationError
@@ -113,7 +113,7 @@ def resolve_budgets(budgets: BudgetsLike, candidates: Mapping[str, Recipe]) -> d
     for name in named:
         if name not in candidates:
             raise ValidationError(
-                f"budgets[{name!r}] belongs to no candidate.{did_you_mean(name, candidates)} "
+                f"budgets[{name!r}] belongs to no candidate.{_core.did_you_mean(name, candidates)} "
                 f"Candidates: {', '.join(map(repr, candidates))}."
             )
 
@@ -199,7 +199,7 @@ def choose_metrics(
         if name not in metrics and (name != TRAINING or name in directions):
             raise ValidationError(
                 f"evaluate returns no metric {name!r}, which metrics or budgets name."
-                f"{did_you_mean(name, metrics)} It returns {', '.join(map(repr, metrics))}."
+                f"{_core.did_you_mean(name, metrics)} It returns {', '.join(map(repr, metrics))}."
             )
     absolute = {name for each in budgets for name in each.absolute}
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from jaxmp._core import _dtypes, _trees, _typing
+from jaxmp import _core
 from jaxmp._policies import _recipe
 from jaxmp._tools.audit import _audit
 from jaxmp._tools.report._progress import OnRun, OnStep
@@ -317,7 +317,7 @@ class _Trainer:
         compiled: dict[str, Callable[..., Any]] = {}  # by the hash of a step or an evaluation
         probes = {start: _probe.make_probe(run) for start, run in runs.items()}
 
-        def compare(step: int, arrays: _typing.PyTree, batch: _typing.PyTree) -> None:
+        def compare(step: int, arrays: _core.PyTree, batch: _core.PyTree) -> None:
             nonlocal result
             run, probe = at_step(runs, step), at_step(probes, step)
             if is_reference:
@@ -366,7 +366,7 @@ class _Trainer:
             arrays = _with_leaves(current, current.arrays, leaves)
             return _trials.repeat_step(current, arrays, batch, step, reference)
 
-        lacks_masters = any(_dtypes.is_16bit(leaf.dtype) for leaf in jax.tree.leaves(params))
+        lacks_masters = any(_core.is_16bit(leaf.dtype) for leaf in jax.tree.leaves(params))
         return Trained(records, result, phases, audits, lacks_masters, repeat)
 
 
@@ -383,10 +383,10 @@ def _finished(name: str, settings: Settings) -> dict[int, _rows.TrainingRecord]:
     return {n: run for n, run in runs.items() if n != settings.plan.seeds[0] or is_compared}
 
 
-def _with_leaves(run: PureRun, arrays: _typing.PyTree, leaves: _probe.Leaves) -> _typing.PyTree:
+def _with_leaves(run: PureRun, arrays: _core.PyTree, leaves: _probe.Leaves) -> _core.PyTree:
     """Returns a state with parameters by path."""
     params = run.params(arrays)
-    new = _trees.map_with_path(lambda path, _: leaves[_trees.parameter_path(path)], params)
+    new = _core.map_with_path(lambda path, _: leaves[_core.parameter_path(path)], params)
     return run.with_params(arrays, new)
 
 

@@ -20,10 +20,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import export
 
-from jaxmp._core import _messages, _typing
-from jaxmp._core._plain import JSONValue
+from jaxmp import _core, _programs
+from jaxmp._core import JSONValue
 from jaxmp._policies import _recipe
-from jaxmp._programs import _jaxprs
 from jaxmp._tools.report import _section, _views
 from jaxmp._tools.validate import _parity_search
 from jaxmp.errors import ValidationError, ValidationFailedError
@@ -227,7 +226,7 @@ _CALL = "jaxmp.parity(train_log_probs, serve_log_probs, [(params, tokens)])"
 def parity(
     train: ProgramLike,
     serve: ProgramLike,
-    batches: Sequence[_typing.PyTree],
+    batches: Sequence[_core.PyTree],
     *,
     outputs: str = "log_probs",
     program: Callable[[_recipe.Recipe], Callable[..., Any]] | None = None,
@@ -295,7 +294,7 @@ def parity(
     if search and not is_equal:
         distances = [rows_of(x, y, outputs)[0].difference for x, y in pairs]
         batch = batches[int(np.argmax(distances))]
-        first, second = (_jaxprs.trace(each, batch, {}) for each in (functions[0], served))
+        first, second = (_programs.trace(each, batch, {}) for each in (functions[0], served))
         cause, before = _parity_search.find_cause(first, second, shift)
     return ParityReport(
         outputs=outputs,
@@ -310,7 +309,7 @@ def parity(
 def assert_parity(
     train: ProgramLike,
     serve: ProgramLike,
-    batches: Sequence[_typing.PyTree],
+    batches: Sequence[_core.PyTree],
     *,
     band: tuple[float, float] = (0.999, 1.002),
     share: float = 1.0,
@@ -366,7 +365,7 @@ def _check(batches: Any, outputs: str, batch_size: int | None, shift: int) -> No
     if outputs not in KINDS:
         raise ValidationError(
             f"outputs={outputs!r} is none of {', '.join(map(repr, KINDS))}."
-            f"{_messages.did_you_mean(str(outputs), KINDS)}"
+            f"{_core.did_you_mean(str(outputs), KINDS)}"
         )
     for number, batch in enumerate(batches if batch_size is not None or shift else ()):
         last = batch[-1] if isinstance(batch, tuple) else batch
@@ -402,7 +401,7 @@ def _function(
 def _served(fn: Callable[..., Any], batch_size: int | None, shift: int) -> Callable[..., Any]:
     """Returns the serving function for another batch size, or other positions of the examples."""
 
-    def served(*batch: _typing.PyTree) -> Any:
+    def served(*batch: _core.PyTree) -> Any:
         *rest, last = batch
         last = jax.tree.map(lambda x: jnp.roll(x, shift, 0), last)
         size = jax.tree.leaves(last)[0].shape[0]
@@ -414,7 +413,7 @@ def _served(fn: Callable[..., Any], batch_size: int | None, shift: int) -> Calla
     return fn if batch_size is None and not shift else served
 
 
-def _array(result: _typing.PyTree) -> Any:
+def _array(result: _core.PyTree) -> Any:
     return jax.tree.leaves(result)[0]
 
 

@@ -30,8 +30,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from jaxmp._core import _dtypes, _typing
-from jaxmp._programs import _analysis, _bind, _jaxprs
+from jaxmp import _core, _programs
 from jaxmp._tools.report import _section
 from jaxmp._tools.validate import _walk
 
@@ -91,14 +90,14 @@ class _Candidate(NamedTuple):
     """
 
     pair: _walk.Pair
-    value: _typing.Array
+    value: _core.Array
     only: tuple[list[int], list[int]]
     side: int
     number: int
 
 
 def find_cause(
-    train: _jaxprs.Traced, serve: _jaxprs.Traced, shift: int
+    train: _programs.Traced, serve: _programs.Traced, shift: int
 ) -> tuple[ParityCause | None, float]:
     """Returns the cause of a mismatch, and the mismatch of both programs run by operations.
 
@@ -108,7 +107,7 @@ def find_cause(
     """
     # The operations of an exported program cannot be changed.
     is_fixed, serve_is_fixed = (
-        "call_exported" in _analysis.primitives(each.closed) for each in (train, serve)
+        "call_exported" in _programs.primitives(each.closed) for each in (train, serve)
     )
     swapped = (serve, train), -shift, PROGRAM_NAMES[::-1]
     if serve_is_fixed and not is_fixed:
@@ -161,7 +160,7 @@ class _Search:
 
     def __init__(
         self,
-        programs: tuple[_jaxprs.Traced, _jaxprs.Traced],
+        programs: tuple[_programs.Traced, _programs.Traced],
         shift: int,
         names: tuple[str, ...],
     ) -> None:
@@ -173,7 +172,7 @@ class _Search:
         # True if the first program rounds more.
         self.is_coarser = False
 
-    def _mismatch(self, outputs: Sequence[_typing.Array]) -> float:
+    def _mismatch(self, outputs: Sequence[_core.Array]) -> float:
         """Returns the mean absolute difference from the outputs of the first program."""
         x, y = (_flat(each) for each in (self.outputs, outputs))
         used = ~((np.isnan(x) & np.isnan(y)) | (x == y))
@@ -233,7 +232,7 @@ class _Search:
                 groups.setdefault(group, []).append(candidate)
         return groups
 
-    def _moved(self, value: _typing.Array, shift: int) -> _typing.Array:
+    def _moved(self, value: _core.Array, shift: int) -> _core.Array:
         """Returns a value with its examples at other positions of the batch."""
         return jnp.roll(value, shift, 0) if shift and value.ndim else value
 
@@ -243,7 +242,7 @@ class _Search:
         dtypes = train.records[self._partner[index]].dtype, serve.records[index].dtype
         return None if dtypes[0] == dtypes[1] else dtypes.index(_walk.coarser(*dtypes))
 
-    def _candidate(self, pair: _walk.Pair, value: _typing.Array) -> _Candidate:
+    def _candidate(self, pair: _walk.Pair, value: _core.Array) -> _Candidate:
         """Returns a candidate with the operation that explains its difference best.
 
         This is the pair itself if its dtypes differ; otherwise an operation that only one program
@@ -267,7 +266,7 @@ class _Search:
                 side = 1 if only[1] else 0
                 # First one that computes, then a cast.
                 records = self.runs[side].records
-                moves = lambda n: records[n].primitive in _bind.MOVES
+                moves = lambda n: records[n].primitive in _programs.MOVES
                 rank = lambda n: 1 if _is_cast(records[n]) else 2 * (not moves(n))
                 index = max(only[side], key=lambda n: (rank(n), n))
             else:
@@ -325,12 +324,12 @@ class _Search:
         known = {_sign(train[n]) for n in alone[0]}
         extra = (n for n in alone[1] if _sign(serve[n]) not in known)
         changes = {
-            n: _walk.Change(dtype=_dtypes.FLOAT32)
+            n: _walk.Change(dtype=_core.FLOAT32)
             for n in sorted({*new, *extra})
-            if _bind.is_narrow_dtype(serve[n].dtype)
+            if _programs.is_narrow_dtype(serve[n].dtype)
         }
         for n, partner in self._partner.items():
-            if serve[n].primitive in _bind.MOVES or own.group(n) not in groups:
+            if serve[n].primitive in _programs.MOVES or own.group(n) not in groups:
                 continue
             # If the first program rounds its result next, the dtype of the second one is right.
             next_dtypes = {r.dtype if _is_cast(r) else None for r in self._readers.get(partner, ())}
@@ -383,7 +382,7 @@ class _Search:
                 return "arguments", f"Pass the same values to {where} in both programs: {reason}."
             return "operations", f"Use the same operations and values in both programs: {where}."
         rows: dict[tuple[str, str], dict[str, None]] = {}
-        dtype, (train, serve) = _dtypes.FLOAT32, self.runs
+        dtype, (train, serve) = _core.FLOAT32, self.runs
         for n, change in sorted(changes.items()):
             record = serve.records[n]
             name, text = record.primitive, f" in {change.dtype} instead of {record.dtype}"
@@ -432,13 +431,13 @@ def _computes(record: _walk.ResultRecord) -> bool:
 
 def _is_cast(record: _walk.ResultRecord) -> bool:
     """Returns True for a conversion to 16 bits or FP8."""
-    return record.primitive == "convert_element_type" and _bind.is_narrow_dtype(record.dtype)
+    return record.primitive == "convert_element_type" and _programs.is_narrow_dtype(record.dtype)
 
 
 def _sign(record: _walk.ResultRecord) -> tuple[str, str]:
     return record.primitive, str(record.dtype)
 
 
-def _flat(outputs: Sequence[_typing.Array]) -> np.ndarray:
+def _flat(outputs: Sequence[_core.Array]) -> np.ndarray:
     floats = [x for x in outputs if jnp.issubdtype(x.dtype, jnp.floating)]
     return np.concatenate([np.zeros(0), *(np.asarray(x, np.float64).ravel() for x in floats)])

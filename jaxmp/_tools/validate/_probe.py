@@ -23,9 +23,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxmp._core import _dtypes, _shardings, _trees
-from jaxmp._core._typing import Array, PyTree
-from jaxmp._programs import _bind, _jaxprs, _observe
+from jaxmp import _core, _programs
+from jaxmp._core import Array, PyTree
 from jaxmp._tools.report import _section
 from jaxmp._tools.validate._pure import PureRun
 from jaxmp._tools.validate._rows import CandidateResult, GradientRow, ModuleRow, Pattern
@@ -45,7 +44,7 @@ class Output(NamedTuple):
     is_computed: Array
 
 
-Outputs = dict[_jaxprs.Path, Output]
+Outputs = dict[_programs.Path, Output]
 
 
 def with_outputs(fn: Callable[..., PyTree]) -> Callable[..., tuple[PyTree, Outputs]]:
@@ -81,17 +80,17 @@ def with_outputs(fn: Callable[..., PyTree]) -> Callable[..., tuple[PyTree, Outpu
     return observed
 
 
-class _Outputs(_observe.Observer):
+class _Outputs(_programs.Observer):
     """Observer that samples the outputs of modules."""
 
     consequence = "the outputs of the modules inside of it are not compared"
     only_outputs = True
 
     def measure(self, x: Array, *_: Any) -> Output:
-        return Output(_shardings.sampled(x), jnp.array(True))
+        return Output(_core.sampled(x), jnp.array(True))
 
     def joined(self, value: Output) -> Output:
-        return Output(_shardings.sampled(value.values), jnp.any(value.is_computed))
+        return Output(_core.sampled(value.values), jnp.any(value.is_computed))
 
 
 def _last(old: Output, new: Output) -> Output:
@@ -150,14 +149,14 @@ def make_probe(run: PureRun) -> Callable[[PyTree, PyTree], Probe]:
         before, after = run.params(arrays), run.params(new)
         update = jax.tree.map(_difference, after, before)
         state, other = run.state(arrays), run.state(new)
-        state = {path: leaf for path, leaf in state.items() if not _trees.is_key(leaf)}
+        state = {path: leaf for path, leaf in state.items() if not _core.is_key(leaf)}
         dtypes.update({path: str(leaf.dtype) for path, leaf in state.items()})
         changes = {path: _difference(other[path], leaf) for path, leaf in state.items()}
         numbers = {"stalled": _stalled(before, after, result.grads), "update": global_norm(update)}
         samples = {
-            "updates": leaves_of(update, _shardings.sampled),
-            "changes": jax.tree.map(_shardings.sampled, changes),
-            "params": leaves_of(before, _shardings.sampled),
+            "updates": leaves_of(update, _core.sampled),
+            "changes": jax.tree.map(_core.sampled, changes),
+            "params": leaves_of(before, _core.sampled),
         }
         return result, list(outputs.values()), numbers, samples
 
@@ -172,7 +171,7 @@ def make_probe(run: PureRun) -> Callable[[PyTree, PyTree], Probe]:
             grads=leaves_of(result.grads),
             outputs={
                 module: output.values
-                for module, output in zip(_observe.modules_of(paths), outputs, strict=True)
+                for module, output in zip(_programs.modules_of(paths), outputs, strict=True)
                 if output.is_computed
             },
             dtypes=dict(dtypes),
@@ -185,8 +184,8 @@ def make_probe(run: PureRun) -> Callable[[PyTree, PyTree], Probe]:
 
 def leaves_of(tree: PyTree, convert: Callable[[Array], Any] = np.asarray) -> dict[str, Any]:
     """Returns the leaves of a tree of parameters by their paths, by default on the host."""
-    leaves = _trees.leaves_with_path(tree)
-    return {_trees.parameter_path(path): convert(leaf) for path, leaf in leaves}
+    leaves = _core.leaves_with_path(tree)
+    return {_core.parameter_path(path): convert(leaf) for path, leaf in leaves}
 
 
 def _stalled(before: PyTree, after: PyTree, grads: PyTree | None) -> Array:
@@ -209,7 +208,7 @@ def _difference(x: Array, y: Array) -> Array:
 def _stored(x: Array) -> Array:
     """Returns a leaf in FP32 as it is stored: XLA may omit its rounding before a conversion."""
     wide = x.astype(jnp.float32)
-    return _bind.rounded_to(wide, x.dtype) if _dtypes.is_16bit(x.dtype) else wide
+    return _programs.rounded_to(wide, x.dtype) if _core.is_16bit(x.dtype) else wide
 
 
 # ---------------------------------------------------------------------------

@@ -14,8 +14,8 @@ import numpy as np
 from flax import nnx
 from jax import lax
 
-from jaxmp._core import _compat, _trees
-from jaxmp._core._typing import Array, PyTree
+from jaxmp import _core
+from jaxmp._core import Array, PyTree, _compat
 from jaxmp._flax import _nnx_optimizer
 from jaxmp._tools.validate._run import TrainingRun, check_run, check_state
 from jaxmp.errors import JaxmpError, ValidationError
@@ -195,7 +195,7 @@ def _pure_tree(run: TrainingRun) -> PureRun:
         return [jnp.asarray(new[n], x.dtype) if n in new else x for n, x in enumerate(arrays)]
 
     def state_of(arrays: PyTree) -> dict[str, Array]:
-        leaves = enumerate(_trees.leaves_with_path(opened(arrays)))
+        leaves = enumerate(_core.leaves_with_path(opened(arrays)))
         return {"/".join(path): x for n, (path, x) in leaves if n not in of_collections}
 
     return PureRun(
@@ -223,7 +223,7 @@ def _is_train_state(node: object) -> bool:
 
 def _owner(state: PyTree) -> PyTree:
     """Returns the only train state in a tuple or dict, such as one with averages beside it."""
-    if isinstance(state, Mapping) and _trees.PARAMS in state:
+    if isinstance(state, Mapping) and _core.PARAMS in state:
         return state
     nodes = jax.tree.leaves(state, is_leaf=_is_train_state)
     owners = [node for node in nodes if _is_train_state(node)]
@@ -234,13 +234,13 @@ def _stored(state: PyTree) -> PyTree | None:
     """Returns the tree of parameters of a state; None if there is none."""
     owner = _owner(state)
     if isinstance(owner, Mapping):
-        return owner.get(_trees.PARAMS)
-    return getattr(owner, _trees.PARAMS, None)
+        return owner.get(_core.PARAMS)
+    return getattr(owner, _core.PARAMS, None)
 
 
 def _inner(tree: PyTree) -> PyTree:
     """Returns the parameters of a dict of Flax collections; any other tree unchanged."""
-    return tree[_trees.PARAMS] if _trees.has_collections(tree) else tree
+    return tree[_core.PARAMS] if _core.has_collections(tree) else tree
 
 
 def _full_params(state: PyTree) -> PyTree:
@@ -258,7 +258,7 @@ def _full_params(state: PyTree) -> PyTree:
 
 def _pure_nnx(run: TrainingRun, nodes: tuple[Any, ...]) -> PureRun:
     graphdef, state = nnx.split(nodes)
-    arrays = _trees.owned(nnx.as_pure(state))
+    arrays = _core.owned(nnx.as_pure(state))
     number = _number_of_model(nodes)
 
     def objects(arrays: PyTree) -> tuple[Any, ...]:
@@ -302,7 +302,7 @@ def _pure_nnx(run: TrainingRun, nodes: tuple[Any, ...]) -> PureRun:
             kinds = (nnx.Not(nnx.Param),) if index == number else ()
             values = node.opt_state if hasattr(node, "opt_state") else nnx.state(node, *kinds)
             trees[f"{type(node).__name__}[{index}]"] = nnx.as_pure(values)
-        return {"/".join(path): leaf for path, leaf in _trees.leaves_with_path(trees)}
+        return {"/".join(path): leaf for path, leaf in _core.leaves_with_path(trees)}
 
     return PureRun(
         arrays=arrays,
@@ -331,7 +331,7 @@ def _number_of_model(nodes: tuple[Any, ...]) -> int:
 def checksum(tree: PyTree, start: int = 0) -> int:
     """Returns a CRC-32 of all arrays of a tree, in their order."""
     for leaf in jax.tree.leaves(tree):
-        array = np.asarray(jax.random.key_data(leaf) if _trees.is_key(leaf) else leaf)
+        array = np.asarray(jax.random.key_data(leaf) if _core.is_key(leaf) else leaf)
         start = zlib.crc32(np.ascontiguousarray(array).tobytes(), start)
     return start
 
@@ -350,8 +350,8 @@ def check_same_params(
     Raises:
       ValidationError: naming the first parameter that differs.
     """
-    leaves = _trees.leaves_with_path(params)
-    actual = {_trees.parameter_path(path): leaf for path, leaf in leaves}
+    leaves = _core.leaves_with_path(params)
+    actual = {_core.parameter_path(path): leaf for path, leaf in leaves}
     if actual.keys() != reference.keys():
         raise ValidationError(
             f"{name!r} has other parameters than the reference for seed {seed}: "

@@ -50,7 +50,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
-from jaxmp._core._messages import install_command
+from jaxmp import _core
 from jaxmp._tools.report import _section, _views
 from jaxmp._tools.report._views import html_document, html_sections
 from jaxmp._tools.validate._compare import metric_difference, paired_interval, relative_difference
@@ -270,7 +270,8 @@ def _worse(report: ValidationReport, new: CandidateResult, old: CandidateResult)
 
 def _charts_of(report: ValidationReport) -> str:
     if report.runs and importlib.util.find_spec("matplotlib") is None:
-        return f"<p>The charts require matplotlib: {html.escape(install_command('examples'))}</p>"
+        command = html.escape(_core.install_command("examples"))
+        return f"<p>The charts require matplotlib: {command}</p>"
     names = [report.reference, *(candidate.name for candidate in report.candidates)]
     runs = [[run for run in report.runs if run.name == name] for name in names]
     metric, budgets = report.metric.name, _budgets(report)

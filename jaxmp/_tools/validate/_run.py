@@ -9,11 +9,11 @@ from typing import Any, TypeAlias
 import jax
 import jax.numpy as jnp
 
-from jaxmp._core import _trees, _typing
+from jaxmp import _core
 from jaxmp._policies import _recipe
 from jaxmp.errors import ValidationError
 
-Metrics: TypeAlias = _typing.ArrayLike | Mapping[str, _typing.PyTree]
+Metrics: TypeAlias = _core.ArrayLike | Mapping[str, _core.PyTree]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -59,9 +59,9 @@ class TrainingRun:
       dtype('float32')
     """
 
-    state: _typing.PyTree
-    step: Callable[..., _typing.PyTree]
-    batches: Iterable[_typing.PyTree]
+    state: _core.PyTree
+    step: Callable[..., _core.PyTree]
+    batches: Iterable[_core.PyTree]
     evaluate: Callable[..., Metrics]
 
 
@@ -107,7 +107,7 @@ def check_run(run: object, name: str) -> TrainingRun:
     return run
 
 
-def check_state(old: _typing.PyTree, new: _typing.PyTree) -> None:
+def check_state(old: _core.PyTree, new: _core.PyTree) -> None:
     """Checks that a step returns a state with the structure, shapes and dtypes of its argument.
 
     Raises:
@@ -121,7 +121,7 @@ def check_state(old: _typing.PyTree, new: _typing.PyTree) -> None:
         )
 
 
-def check_grads(params: _typing.PyTree, grads: _typing.PyTree) -> None:
+def check_grads(params: _core.PyTree, grads: _core.PyTree) -> None:
     """Checks that gradients have the structure and the shapes of the parameters.
 
     Raises:
@@ -135,11 +135,11 @@ def check_grads(params: _typing.PyTree, grads: _typing.PyTree) -> None:
         )
 
 
-def _as_dict(tree: _typing.PyTree) -> dict[str, Any]:
-    return {"/".join(path): leaf for path, leaf in _trees.leaves_with_path(tree)}
+def _as_dict(tree: _core.PyTree) -> dict[str, Any]:
+    return {"/".join(path): leaf for path, leaf in _core.leaves_with_path(tree)}
 
 
-def first_difference(expected: _typing.PyTree, actual: _typing.PyTree) -> str | None:
+def first_difference(expected: _core.PyTree, actual: _core.PyTree) -> str | None:
     """Returns the first difference of structure, shape or dtype; None if there is none.
 
     Example:
@@ -148,7 +148,7 @@ def first_difference(expected: _typing.PyTree, actual: _typing.PyTree) -> str | 
     """
     if type(expected) is not type(actual):
         return f"the type: {type(actual).__name__} instead of {type(expected).__name__}"
-    old, new = (dict(_trees.leaves_with_path(tree)) for tree in (expected, actual))
+    old, new = (dict(_core.leaves_with_path(tree)) for tree in (expected, actual))
     for path in [*old, *(path for path in new if path not in old)]:
         name = repr("/".join(path)) if path else "the array"
         if path not in new:

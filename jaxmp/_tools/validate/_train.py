@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxmp._core import _trees, _typing
+from jaxmp import _core
 from jaxmp._policies import _recipe
 from jaxmp._tools.report import _progress
 from jaxmp._tools.validate import _pure, _report, _rows, _run
@@ -113,7 +113,7 @@ def at_step(phases: Mapping[int, T], step: int) -> T:
 
 
 # Called before step `n` with (n, arrays, batch), if `n` is a step to compare.
-OnCompare = Callable[[int, _typing.PyTree, _typing.PyTree], None]
+OnCompare = Callable[[int, _core.PyTree, _core.PyTree], None]
 
 # Addresses of functions in the text of a jaxpr.
 _ADDRESS = re.compile(r"0x[0-9a-f]+")
@@ -125,10 +125,10 @@ _UNTRACEABLE = (jax.errors.ConcretizationTypeError, jax.errors.TracerArrayConver
 class StepRow(NamedTuple):
     """Measurements of one step."""
 
-    loss: _typing.Array
-    norm: _typing.Array
-    scale: _typing.Array
-    skipped: _typing.Array
+    loss: _core.Array
+    norm: _core.Array
+    scale: _core.Array
+    skipped: _core.Array
 
 
 class Program(NamedTuple):
@@ -149,7 +149,7 @@ def compile_run(
       step, evaluation: the hashes of the run.
     """
 
-    def advance(arrays: _typing.PyTree, batch: _typing.PyTree) -> tuple[_typing.PyTree, StepRow]:
+    def advance(arrays: _core.PyTree, batch: _core.PyTree) -> tuple[_core.PyTree, StepRow]:
         before = run.opt_state(arrays)
         new, result = run.step(arrays, batch)
         skipped = _pure.skipped_of(run.opt_state(new)) - _pure.skipped_of(before)
@@ -164,9 +164,9 @@ def compile_run(
     return Program(compiled[step], compiled.get(evaluation, run.evaluate))
 
 
-def global_norm(tree: _typing.PyTree) -> _typing.Array:
+def global_norm(tree: _core.PyTree) -> _core.Array:
     """Returns the norm of all floating-point leaves of a tree, summed in FP32."""
-    leaves = [leaf for leaf in jax.tree.leaves(tree) if _trees.is_float(leaf)]
+    leaves = [leaf for leaf in jax.tree.leaves(tree) if _core.is_float(leaf)]
     squares = [jnp.sum(jnp.square(leaf.astype(jnp.float32))) for leaf in leaves]
     return jnp.sqrt(jnp.sum(jnp.stack(squares))) if squares else jnp.float32(0)
 
@@ -180,7 +180,7 @@ def hashes_of(run: _pure.PureRun) -> tuple[str, str]:
     return _hash(run.step, run.arrays, run.first), evaluation
 
 
-def _hash(function: Callable[..., _typing.PyTree], *args: _typing.PyTree) -> str:
+def _hash(function: Callable[..., _core.PyTree], *args: _core.PyTree) -> str:
     """Returns a hash of a traced function, its constants, and the structure of its arguments."""
     closed = jax.make_jaxpr(function)(*args)
     text = _ADDRESS.sub("", str(closed.jaxpr))
@@ -218,7 +218,7 @@ def train(
     Raises:
       ValidationError: if there are fewer batches than steps, or a batch has another shape.
     """
-    arrays, data, steps = _trees.owned(run.arrays), 0, plan.steps
+    arrays, data, steps = _core.owned(run.arrays), 0, plan.steps
     rows: list[StepRow] = []
     evaluations: list[dict[str, Any]] = []
     # A state is evaluated by the phase that has trained it.

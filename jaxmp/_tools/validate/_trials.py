@@ -23,9 +23,8 @@ import numpy as np
 from jax import lax
 from jax.extend.core import JaxprEqn
 
-from jaxmp._core import _compat, _dtypes, _trees
-from jaxmp._core._typing import Array, PyTree
-from jaxmp._programs import _bind, _constructs, _interpreter, _jaxprs, _locations
+from jaxmp import _core, _programs
+from jaxmp._core import Array, PyTree, _compat
 from jaxmp._tools.validate._probe import Probe, gradient_row, make_probe, module_rows
 from jaxmp._tools.validate._pure import PureRun, StepResult
 from jaxmp._tools.validate._rows import GradientRow, ModuleRow
@@ -63,13 +62,13 @@ class _Inside(NamedTuple):
       named: variables that are leaves of the batch, and their names.
     """
 
-    location: _locations.Location = _locations.Location()
+    location: _programs.Location = _programs.Location()
     enclosing: tuple[Any, ...] = ()
     labels: tuple[str, ...] = ()
     named: dict[Any, str] = MappingProxyType({})  # type: ignore[assignment]
 
 
-class RoundedLines(_interpreter.Interpreter):
+class RoundedLines(_programs.Interpreter):
     """Step of a run with emulated 16-bit operations.
 
     Args:
@@ -87,7 +86,7 @@ class RoundedLines(_interpreter.Interpreter):
         self.origins: list[LineOrigin] = []
         self._run = run
         self._numbers: dict[tuple[str, str, str], int] = {}
-        self._lines, self._locations = _locations.Lines(), _locations.Locations()
+        self._lines, self._locations = _programs.Lines(), _programs.Locations()
         self._modes: Array = jnp.zeros(MAX_LINES, jnp.int32)
         self._closed, self._shape = jax.make_jaxpr(run.step, return_shape=True)(
             run.arrays, run.first
@@ -100,14 +99,14 @@ class RoundedLines(_interpreter.Interpreter):
 
     def module(self, origin: LineOrigin) -> str:
         """Returns the path of the module of a line."""
-        return _locations.module_of(origin.names, _locations.root_of(self._locations.names))
+        return _programs.module_of(origin.names, _programs.root_of(self._locations.names))
 
     def _step(self, arrays: PyTree, batch: PyTree) -> tuple[PyTree, StepResult]:
         self._modes, batch = batch
-        paths = ["/".join(path) for path, _ in _trees.leaves_with_path(batch)]
+        paths = ["/".join(path) for path, _ in _core.leaves_with_path(batch)]
         inputs = [f"{path!r} of the batch" if path else "the batch" for path in paths]
         labels = [*[""] * len(jax.tree.leaves(arrays)), *inputs]
-        args = list(map(_bind.wide, jax.tree.leaves((arrays, batch))))
+        args = list(map(_programs.wide, jax.tree.leaves((arrays, batch))))
         outs = self.run(self._closed, args, state=_Inside(labels=tuple(labels)))
         new, result = jax.tree.unflatten(jax.tree.structure(self._shape), outs)
         new = jax.tree.map(lambda x, like: jnp.asarray(x, like.dtype), new, self._shape[0])
@@ -116,13 +115,13 @@ class RoundedLines(_interpreter.Interpreter):
     # -- equations --------------------------------------------------------------------------
 
     def constant(self, array: Any) -> Any:
-        return _bind.wide(array)
+        return _programs.wide(array)
 
     def run(
         self,
         jaxpr: Any,
         args: Sequence[Any],
-        place: _interpreter.Place | None = None,
+        place: _programs.Place | None = None,
         state: _Inside | None = None,
     ) -> list[Any]:
         """Runs one jaxpr; see `Interpreter.run`."""
@@ -132,35 +131,39 @@ class RoundedLines(_interpreter.Interpreter):
         return super().run(jaxpr, args, place, state._replace(named=named))
 
     def equation(
-        self, equation: JaxprEqn, operands: list[Any], frame: _interpreter.Frame
+        self, equation: JaxprEqn, operands: list[Any], frame: _programs.Frame
     ) -> list[Any]:
         state: _Inside = frame.state
         name = equation.primitive.name
-        labels = ["" if _jaxprs.is_literal(v) else state.named.get(v, "") for v in equation.invars]
+        labels = [
+            "" if _programs.is_literal(v) else state.named.get(v, "") for v in equation.invars
+        ]
         location = self._locations.of(equation, state.location)
         inside = _Inside(location, (equation, *state.enclosing), tuple(labels))
-        if name in _bind.MOVES and any(labels):
+        if name in _programs.MOVES and any(labels):
             state.named.update(dict.fromkeys(equation.outvars, max(labels)))
-        if not _bind.runs_in_fp32(equation):  # a construct, a kernel or a callback
+        if not _programs.runs_in_fp32(equation):  # a construct, a kernel or a callback
             # The first operand of a branch is its index.
-            is_branch = _constructs.form_of(equation) is _constructs.Form.BRANCH
+            is_branch = _programs.form_of(equation) is _programs.Form.BRANCH
             inside = inside._replace(labels=tuple(labels[is_branch:]))
             return self.enter(equation, operands, frame, inside)
-        return self._rounded(equation, _bind.bind_in_fp32(equation, operands), inside, labels)
+        return self._rounded(equation, _programs.bind_in_fp32(equation, operands), inside, labels)
 
     def bound(self, equation: JaxprEqn, operands: list[Any]) -> list[Any]:
         """Runs an equation in the dtypes of the step."""
-        return _bind.bind_in_fp32(equation, operands)
+        return _programs.bind_in_fp32(equation, operands)
 
     # -- roundings --------------------------------------------------------------------------
 
     def _rounded(
-        self, equation: _jaxprs.Equation, outs: list[Any], inside: _Inside, labels: Sequence[str]
+        self, equation: _programs.Equation, outs: list[Any], inside: _Inside, labels: Sequence[str]
     ) -> list[Any]:
         """Rounds the results of an operation that computes, and registers its line."""
         name = equation.primitive.name
-        dtypes = [var.aval.dtype if _bind.is_narrow(var.aval) else None for var in equation.outvars]
-        if name in _bind.MOVES or not any(dtypes):
+        dtypes = [
+            var.aval.dtype if _programs.is_narrow(var.aval) else None for var in equation.outvars
+        ]
+        if name in _programs.MOVES or not any(dtypes):
             return outs
         source = ""
         if name == "convert_element_type":
@@ -180,7 +183,7 @@ class RoundedLines(_interpreter.Interpreter):
         file, line = self._lines.of(inside.enclosing)
         location = f"{os.path.basename(file)}:{line}" if file else ""
         # Modules that share a line, such as those of a loop, are separate in FP8.
-        is_line = location and not _dtypes.is_fp8(dtype)
+        is_line = location and not _core.is_fp8(dtype)
         key = location, "" if is_line else "/".join(inside.location.names), source
         if key not in self._numbers:
             self._numbers[key] = len(self.origins)
@@ -191,7 +194,7 @@ class RoundedLines(_interpreter.Interpreter):
 def _as_format(x: Array, dtype: np.dtype, mode: Array) -> Array:
     """Returns FP32 values rounded to a format, as far as the mode demands."""
     wide = jnp.where(mode == WIDE_RANGE, lax.reduce_precision(x, 8, jnp.finfo(dtype).nmant), x)
-    return jnp.where(mode == ROUNDED, _bind.rounded_to(x, dtype), wide)
+    return jnp.where(mode == ROUNDED, _programs.rounded_to(x, dtype), wide)
 
 
 # ---------------------------------------------------------------------------

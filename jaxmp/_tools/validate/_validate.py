@@ -15,7 +15,7 @@ import optax
 from flax import nnx
 from flax.errors import InvalidRngError
 
-from jaxmp._core._typing import ArrayLike, PyTree
+from jaxmp._core import ArrayLike, PyTree
 from jaxmp._flax._nnx_optimizer import Optimizer
 from jaxmp._flax._train_state import TrainState
 from jaxmp._policies import _load, _recipe

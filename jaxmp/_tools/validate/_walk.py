@@ -32,9 +32,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr, JaxprEqn
 
-from jaxmp._core import _typing
+from jaxmp import _core, _programs
 from jaxmp._core._compat import _exported
-from jaxmp._programs import _bind, _constructs, _interpreter, _jaxprs, _locations, _operations
 
 # Index of the maker of an argument or a constant.
 INPUT = -1
@@ -53,7 +52,7 @@ class ResultRecord(NamedTuple):
       value: the result; in FP32 if it has 16 bits or FP8.
     """
 
-    scopes: _jaxprs.Path
+    scopes: _programs.Path
     primitive: str
     dtype: np.dtype
     line: tuple[str, int]
@@ -77,7 +76,7 @@ class Change(NamedTuple):
     """
 
     dtype: np.dtype | None = None
-    value: Callable[[_typing.Array], _typing.Array] | None = None
+    value: Callable[[_core.Array], _core.Array] | None = None
 
 
 class _Value(NamedTuple):
@@ -87,7 +86,7 @@ class _Value(NamedTuple):
     maker: int = INPUT
 
 
-class _Walk(_interpreter.Interpreter):
+class _Walk(_programs.Interpreter):
     """Interpreter that runs a program with concrete arrays.
 
     Args:
@@ -103,30 +102,30 @@ class _Walk(_interpreter.Interpreter):
         super().__init__()
         self.records: list[ResultRecord] = []
         self._changes = changes
-        self._lines = _locations.Lines()
+        self._lines = _programs.Lines()
 
     def constant(self, array: Any) -> _Value:
-        return _Value(_bind.wide(jnp.asarray(array)))
+        return _Value(_programs.wide(jnp.asarray(array)))
 
     def literal(self, var: Any) -> _Value:
         return self.constant(jnp.asarray(var.val, var.aval.dtype))
 
     def equation(
-        self, equation: JaxprEqn, operands: list[Any], frame: _interpreter.Frame
+        self, equation: JaxprEqn, operands: list[Any], frame: _programs.Frame
     ) -> list[Any]:
-        form, name = _constructs.form_of(equation), equation.primitive.name
+        form, name = _programs.form_of(equation), equation.primitive.name
         # The state of a run are the enclosing equations.
         inside = frame.place.of(equation), (equation, *(frame.state or ()))
-        if form in (_constructs.Form.CALL, _constructs.Form.REMAT, _constructs.Form.DERIVATIVE):
-            return self.run(_constructs.call_of(equation).jaxpr, operands, *inside)
-        if form is _constructs.Form.BRANCH and not _constructs.cond_of(equation).by_platform:
-            branches = _constructs.cond_of(equation).branches
+        if form in (_programs.Form.CALL, _programs.Form.REMAT, _programs.Form.DERIVATIVE):
+            return self.run(_programs.call_of(equation).jaxpr, operands, *inside)
+        if form is _programs.Form.BRANCH and not _programs.cond_of(equation).by_platform:
+            branches = _programs.cond_of(equation).branches
             index = min(max(int(operands[0].array), 0), len(branches) - 1)
             return self.run(branches[index], operands[1:], *inside)
-        if form is _constructs.Form.SCAN:
+        if form is _programs.Form.SCAN:
             return self._scanned(equation, operands, *inside)
-        if form is _constructs.Form.WHILE:
-            loop = _constructs.while_of(equation)
+        if form is _programs.Form.WHILE:
+            loop = _programs.while_of(equation)
             of_test, of_body, carry = loop.split(operands)
             while bool(self.run(loop.test, [*of_test, *carry], *inside)[0].array):
                 carry = self.run(loop.body, [*of_body, *carry], *inside)
@@ -137,10 +136,12 @@ class _Walk(_interpreter.Interpreter):
         arrays = tuple(value.array for value in operands)
         makers = tuple(value.maker for value in operands)
         line, values = self._lines.of(inside[1]), []
-        for var, x in zip(equation.outvars, _bind.bind_in_fp32(equation, [*arrays]), strict=True):
+        for var, x in zip(
+            equation.outvars, _programs.bind_in_fp32(equation, [*arrays]), strict=True
+        ):
             dtype = getattr(var.aval, "dtype", np.dtype(bool))
             change = self._changes.get(len(self.records), Change())
-            x = x if name in _bind.MOVES else in_stored_dtype(x, change.dtype or dtype)
+            x = x if name in _programs.MOVES else in_stored_dtype(x, change.dtype or dtype)
             self.records.append(
                 ResultRecord(inside[0].scopes, name, dtype, line, makers, arrays, x)
             )
@@ -149,9 +150,9 @@ class _Walk(_interpreter.Interpreter):
         return values
 
     def _scanned(
-        self, equation: JaxprEqn, operands: list[Any], place: _interpreter.Place, state: Any
+        self, equation: JaxprEqn, operands: list[Any], place: _programs.Place, state: Any
     ) -> list[Any]:
-        loop = _constructs.scan_of(equation)
+        loop = _programs.scan_of(equation)
         consts, carry, rows = loop.split(operands)
         step = -1 if loop.options["reverse"] else 1
         stacked = []
@@ -166,9 +167,11 @@ class _Walk(_interpreter.Interpreter):
         columns = zip(*stacked[::step], strict=True)
         return [*carry, *(_Value(jnp.stack([x.array for x in c]), c[-1].maker) for c in columns)]
 
-    def _exported(self, equation: JaxprEqn, operands: list[Any], scopes: _jaxprs.Path) -> list[Any]:
+    def _exported(
+        self, equation: JaxprEqn, operands: list[Any], scopes: _programs.Path
+    ) -> list[Any]:
         """Runs an exported program, whose operations are in StableHLO, with all its results."""
-        exported, first = _operations.exported_of(equation), len(self.records)
+        exported, first = _programs.exported_of(equation), len(self.records)
         pairs = zip(operands, exported.in_avals, strict=True)
         arrays = [jnp.asarray(x.array, aval.dtype) for x, aval in pairs]
         rows, results = _exported.values_of(exported, arrays)
@@ -176,23 +179,23 @@ class _Walk(_interpreter.Interpreter):
         index = lambda n: first + n if n >= 0 else INPUT
         for n, row in enumerate(rows):
             made = (outer[n],) if n < len(outer) else tuple(map(index, row.makers))
-            known = tuple(_bind.wide(rows[n].value) for n in row.makers if n >= 0)
+            known = tuple(_programs.wide(rows[n].value) for n in row.makers if n >= 0)
             parts = (*scopes, *row.scopes), row.name, row.value.dtype
             line = self._lines.first_own(row.frames)
-            self.records.append(ResultRecord(*parts, line, made, known, _bind.wide(row.value)))
-        return [_Value(_bind.wide(x), index(n)) for x, n in results]
+            self.records.append(ResultRecord(*parts, line, made, known, _programs.wide(row.value)))
+        return [_Value(_programs.wide(x), index(n)) for x, n in results]
 
 
-def in_stored_dtype(x: _typing.Array, dtype: np.dtype) -> _typing.Array:
+def in_stored_dtype(x: _core.Array, dtype: np.dtype) -> _core.Array:
     """Returns an FP32 array rounded to the dtype in which a program stores it."""
-    return _bind.rounded_to(x, dtype) if _bind.is_narrow_dtype(dtype) else x
+    return _programs.rounded_to(x, dtype) if _programs.is_narrow_dtype(dtype) else x
 
 
 def walk(
     closed: ClosedJaxpr,
     arrays: Sequence[Any],
     changes: Mapping[int, Change] = MappingProxyType({}),
-) -> tuple[list[ResultRecord], list[_typing.Array]]:
+) -> tuple[list[ResultRecord], list[_core.Array]]:
     """Runs a program, and returns the records of its operations and its results.
 
     Example:
@@ -239,11 +242,11 @@ class Pair(NamedTuple):
     serve: tuple[int, ...]
     axis: int
 
-    def join(self, values: Sequence[_typing.Array]) -> _typing.Array:
+    def join(self, values: Sequence[_core.Array]) -> _core.Array:
         """Returns the value of serving in the shape of that of training."""
         return values[0] if len(values) == 1 else jnp.concatenate(values, self.axis)
 
-    def split(self, value: _typing.Array) -> Sequence[_typing.Array]:
+    def split(self, value: _core.Array) -> Sequence[_core.Array]:
         """Returns the parts of a value of training for each record of serving."""
         return [value] if len(self.serve) == 1 else jnp.split(value, len(self.serve), self.axis)
 
@@ -257,8 +260,8 @@ def is_compared(record: ResultRecord) -> bool:
 def modules(records: Sequence[ResultRecord]) -> list[str]:
     """Returns the module path of each record."""
     names = {r.scopes[:n]: None for r in records for n in range(len(r.scopes) + 1)}
-    root = _locations.root_of(names)
-    return [_locations.module_of(record.scopes, root) for record in records]
+    root = _programs.root_of(names)
+    return [_programs.module_of(record.scopes, root) for record in records]
 
 
 def pairs_of(train: Sequence[ResultRecord], serve: Sequence[ResultRecord]) -> list[Pair]:
@@ -345,7 +348,7 @@ def coarser(first: np.dtype, second: np.dtype) -> np.dtype:
     return max(first, second, key=lambda dtype: float(jnp.finfo(dtype).eps))
 
 
-def is_different(train: ResultRecord, serve: ResultRecord, value: _typing.Array) -> bool:
+def is_different(train: ResultRecord, serve: ResultRecord, value: _core.Array) -> bool:
     """Returns True if rounding does not explain the difference of two results.
 
     Args:
@@ -363,7 +366,7 @@ def is_different(train: ResultRecord, serve: ResultRecord, value: _typing.Array)
     x, y = x[small], y[small]
     norm = lambda z: math.sqrt(np.mean(np.square(z))) if z.size else 0.0
     distance, scale = norm(y - x), norm(x)
-    if _bind.is_narrow_dtype(dtype):
+    if _programs.is_narrow_dtype(dtype):
         return distance > _HALF * float(jnp.finfo(dtype).eps) / math.sqrt(24) * scale
     if train.primitive in _SUMS and train.operands:
         sizes = [np.size(each) for each in train.operands]
