@@ -1,4 +1,8 @@
-"""Foundations without policies: JAX versions, dtypes, trees, messages, and the table of chips."""
+"""Foundations without policies: JAX versions, dtypes, trees, messages, and the table of chips.
+
+Other rooms import it as a whole: the names below, and `_compat`, whose names depend on the versions
+of JAX and Flax.
+"""
 
 # fmt: off
 from jaxmp._core._dtypes import (

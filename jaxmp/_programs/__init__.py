@@ -15,6 +15,8 @@ Read the modules in this order:
    facts of variables that are propagated forward or backward through constructs, and the outputs
    of modules.
 6. `_observe` runs a program again, and measures the tensors of its modules.
+
+Other rooms import the package as a whole: the names below.
 """
 
 # fmt: off
