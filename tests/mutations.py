@@ -669,6 +669,13 @@ MUTATIONS = [
         ("test_fp32_gradients.py::test_gradients_of_kernels_end_with_the_last_axis_of_the_kernel",),
     ),
     Mutation(
+        "the gradient of an FP32 array that meets a 16-bit weight is rounded",
+        "jaxmp/_gradients/_fp32/_derivatives.py",
+        "jnp.promote_types(other, low)",
+        "low.dtype",
+        ("test_fp32_gradients.py::test_a_16_bit_weight_multiplies_an_array_of_another_dtype",),
+    ),
+    Mutation(
         "convolutions on one device have FP32 results, which a GPU computes in TF32",
         "jaxmp/_gradients/_fp32/_derivatives.py",
         "    if mesh.size <= 1 or ",

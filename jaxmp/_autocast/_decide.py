@@ -290,7 +290,9 @@ def _of_matmul(
     recorded = [_programs.array_aval(v).dtype for v in equation.invars if is_castable_aval(v.aval)]
     options, dtype = _programs.arithmetic_of(equation), policy.dtype
     if any(np.iscomplexobj(value.array) for value in values):
-        return Decision(None, Priority.COMPUTED, "a complex operand is never cast", as_recorded=True)
+        return Decision(
+            None, Priority.COMPUTED, "a complex operand is never cast", as_recorded=True
+        )
     if not _core.is_16bit(recorded[0]):
         why = "its author asked for precision=HIGHEST" if options and options.is_highest else ""
         why = why or (_WHY_WIDE[Use.SOLVED] if Use.SOLVED in use else "")
