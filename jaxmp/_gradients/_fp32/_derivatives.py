@@ -87,7 +87,10 @@ def run_matmul(equation: JaxprEqn, operands: list[Value]) -> list[Value]:
             low = gathered(low, layout)
         # A matmul with a wide result is differentiated in the dtype to which its operands are
         # promoted, as in `_core._wide_dot`.
-        options, dtype = _programs.arithmetic_of(equation), jnp.promote_types(other, low)
+        options, dtype = (
+            _programs.arithmetic_of(equation),
+            jnp.promote_types(other.dtype, low.dtype),
+        )
         is_wide = options is not None and options.result_dtype is not None
         narrow = {"preferred_element_type": dtype} if is_wide else {}
         cotangent = cotangent.astype(dtype)
