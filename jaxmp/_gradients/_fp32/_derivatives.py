@@ -87,13 +87,10 @@ def run_matmul(equation: JaxprEqn, operands: list[Value]) -> list[Value]:
             low = gathered(low, layout)
         # A matmul with a wide result is differentiated in the dtype to which its operands are
         # promoted, as in `_core._wide_dot`.
-        options, dtype = (
-            _programs.arithmetic_of(equation),
-            jnp.promote_types(other.dtype, low.dtype),
-        )
-        is_wide = options is not None and options.result_dtype is not None
-        narrow = {"preferred_element_type": dtype} if is_wide else {}
-        cotangent = cotangent.astype(dtype)
+        options, narrow = _programs.arithmetic_of(equation), {}
+        if options is not None and options.result_dtype is not None:
+            narrow["preferred_element_type"] = jnp.promote_types(other.dtype, low.dtype)
+            cotangent = cotangent.astype(narrow["preferred_element_type"])
         is_explicit = AxisType.Explicit in jax.typeof(low).sharding.mesh.axis_types
         if equation.primitive.name == "dot_general" and not is_explicit:
             d_other = None
