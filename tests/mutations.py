@@ -671,8 +671,8 @@ MUTATIONS = [
     Mutation(
         "the gradient of an FP32 array that meets a 16-bit weight is rounded",
         "jaxmp/_gradients/_fp32/_derivatives.py",
-        "jnp.promote_types(other.dtype, low.dtype)",
-        "low.dtype",
+        "= jnp.promote_types(other.dtype, low.dtype)",
+        "= low.dtype",
         ("test_fp32_gradients.py::test_a_16_bit_weight_multiplies_an_array_of_another_dtype",),
     ),
     Mutation(

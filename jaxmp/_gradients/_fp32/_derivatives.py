@@ -55,9 +55,9 @@ def run_matmul(equation: JaxprEqn, operands: list[Value]) -> list[Value]:
         operands = [as_array(v) if isinstance(v, Selected) else v for v in operands]
     side = 1 if isinstance(operands[1], Copy) else 0
     copy, other = operands[side], operands[1 - side]
-    is_data = isinstance(copy, Copy) and not isinstance(other, (Weight, Copy, Constant))
-    # The gradient of a complex array has parts that the weight has not.
-    if not is_data or jnp.iscomplexobj(other):
+    if not isinstance(copy, Copy) or isinstance(other, (Weight, Copy, Constant)):
+        return run_custom_derivative(equation, operands)
+    if jnp.iscomplexobj(other):
         return run_custom_derivative(equation, operands)
     # Integers, such as the sizes of the groups of a ragged matmul.
     rest = list(map(as_array, operands[2:]))
