@@ -1,5 +1,6 @@
 """autocast: the dtype of each operation, under all transformations, and with the test networks."""
 
+import contextlib
 import re
 
 import jax
@@ -13,7 +14,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 import jaxmp
 from grids import EXPENSIVE, REST, fast_cases
 from jaxmp import PolicyMap, Rule, autocast, full_precision
-from jaxmp.errors import OpError, PolicyError, RuleError
+from jaxmp.errors import OpError, PolicyError, RecipeWarning, RuleError
 from models import BUILDS, MIXED, SECOND, NNXBuild, fill
 from programs import dtypes, equations, module_path, named, products, relative_error, trace
 
@@ -262,6 +263,20 @@ def test_integers_keys_float64_and_complex_are_left_alone():
 
     n, key, z = autocast(fn, MIXED)(jnp.arange(3), jax.random.key(0), jnp.ones(2, jnp.complex64))
     assert (n.dtype, z.dtype) == (jnp.int32, jnp.complex64) and key.shape == (2,)
+
+
+@pytest.mark.parametrize("recipe", ["bf16", "fp8"])
+def test_a_matmul_of_complex_and_real_numbers_is_not_cast(recipe):
+    w, x = W.astype(jnp.complex64) * (1 + 2j), X
+    fn = jax.numpy_dtype_promotion("standard")(lambda w, x: jnp.abs((x @ w) @ x.T).sum())
+    reason, warns = "a complex operand is never cast", contextlib.nullcontext()
+    if recipe == "fp8":
+        warns = pytest.warns(RecipeWarning, match=f"'\\(root\\)': {reason}")
+    with warns:
+        ours = jax.value_and_grad(autocast(fn, recipe), argnums=(0, 1))(w, x)
+    jax.tree.map(np.testing.assert_array_equal, ours, jax.value_and_grad(fn, (0, 1))(w, x))
+    for row in jaxmp.explain(fn, "bf16")(w, x).autocast.rows:
+        assert set(row.dtype.split(" x ")) == {"float32", "complex64"} and row.reason == reason
 
 
 def test_fp16_sums_do_not_overflow():

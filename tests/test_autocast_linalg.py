@@ -10,6 +10,7 @@ from jax import lax
 from jax.custom_derivatives import linear_call
 from jax.scipy import linalg
 
+import jaxmp
 from grids import EXPENSIVE
 from jaxmp import autocast
 
@@ -118,3 +119,24 @@ def test_values_and_gradients(policy, tolerance, order):
         low, term, reference, value = args
         assert size(low - reference) <= tolerance * size(reference), name
         assert abs(term - value) <= tolerance * max(abs(value), 1.0), name
+
+
+def test_an_operation_without_a_16_bit_form_names_the_cast_of_the_parameters():
+    def loss_fn(params):
+        return jnp.abs(jnp.fft.rfft(params["w"])).sum()
+
+    with pytest.raises(ValueError, match="RFFT") as caught:
+        autocast(loss_fn, "bf16_params")({"w": B.astype(jnp.bfloat16)})
+    (note,) = (note for note in caught.value.__notes__ if note.startswith("jaxmp: "))
+    fix = note[note.index("params =") :]
+
+    def fixed(params):
+        names = {"params": params, "jaxmp": jaxmp}
+        exec(fix, names)
+        return loss_fn(names["params"])
+
+    loss = autocast(fixed, "bf16_params")({"w": B.astype(jnp.bfloat16)})
+    np.testing.assert_allclose(loss, loss_fn({"w": B}), rtol=0.05)
+    with pytest.raises(TypeError) as caught:
+        autocast(lambda x: jnp.zeros(3)[x], "bf16")(1.5)
+    assert not any("jaxmp" in note for note in getattr(caught.value, "__notes__", ()))

@@ -1,6 +1,7 @@
 """Casts at module boundaries: range, exceptions, and error messages."""
 
 import pickle
+import re
 
 import flax.linen as nn
 import jax
@@ -395,7 +396,7 @@ class OuterNnx(nnx.Module):
 
 
 def _notes(call):
-    with pytest.raises(TypeError) as caught:
+    with pytest.raises((TypeError, NotImplementedError)) as caught:
         call()
     (note,) = (note for note in caught.value.__notes__ if note.startswith("jaxmp: "))
     return note
@@ -452,6 +453,12 @@ class Inverse(nn.Module):
         return jnp.linalg.inv(matrix.astype(jnp.float32) if self.cast else matrix)
 
 
+class LogDeterminant(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return jnp.linalg.slogdet(self.param("w", nn.initializers.orthogonal(), (4, 4)))[1]
+
+
 class Spectrum(nnx.Module):
     def __call__(self, x):
         return jnp.abs(jnp.fft.rfft(x))
@@ -463,15 +470,25 @@ def test_an_operation_without_a_16_bit_form_is_named_and_the_fixes_work():
         jaxmp.load_recipe(BF16).wrap(Outer(Inverse())).apply({}, x)
     (note,) = (note for note in caught.value.__notes__ if note.startswith("jaxmp: "))
     assert "in Inverse, the module 'inner'" in note and "x.astype(jnp.float32)" in note
-    assert "c=f32" not in note
+    assert "/**" not in note
     jaxmp.load_recipe(BF16).wrap(Outer(Inverse(cast=True))).apply({}, x)
     with pytest.raises(ValueError, match="RFFT") as caught:
         jaxmp.load_recipe(BF16).wrap(Spectrum())(x)
     (note,) = (note for note in caught.value.__notes__ if note.startswith("jaxmp: "))
     assert "JAX has no 16-bit form of the operation" in note
-    rule = eval(note[note.index("Rule(") :].rstrip("."), {"Rule": jaxmp.Rule})
+    rule = eval(note[note.rindex("Rule(") :].rstrip("."), {"Rule": jaxmp.Rule})
     assert rule.keep_inputs == ("x",)
     jaxmp.load_recipe(jaxmp.PolicyMap(BF16, [rule])).wrap(Spectrum())(x)
+
+
+def test_the_note_has_a_rule_for_a_parameter_without_a_16_bit_form():
+    model, x = LogDeterminant(), jnp.ones((2, 4))
+    variables = model.init(jax.random.key(0), x)
+    note = _notes(lambda: jaxmp.load_recipe("bf16_params").wrap(model).apply(variables, x))
+    (rule,) = re.findall(r"Rule\([^)]*'c=f32'\)", note)
+    policies = jaxmp.PolicyMap("bf16_params", [eval(rule, {"Rule": jaxmp.Rule})])
+    wrapped = jaxmp.load_recipe(policies).wrap(model)
+    np.testing.assert_array_equal(wrapped.apply(variables, x), model.apply(variables, x))
 
 
 def test_other_errors_have_no_note():

@@ -4,6 +4,7 @@ import flax
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from flax import nnx
 
@@ -61,6 +62,13 @@ def test_a_state_without_counters_cannot_be_checked():
     for read in (jaxmp.check, jaxmp.get_skip_stats):
         with pytest.raises(jaxmp.JaxmpError, match="contains no set of skip counters"):
             read({"params": jnp.ones(2)})
+
+
+def test_two_states_cannot_be_read_as_one():
+    tx = jaxmp.load_recipe("fp16").optimizer(optax.sgd(0.1))
+    states = [tx.init({"w": jnp.ones(2)}) for _ in range(2)]
+    with pytest.raises(jaxmp.JaxmpError, match="contains more than one set of skip counters, at "):
+        jaxmp.get_skip_stats(states)
 
 
 @pytest.mark.parametrize(("first", "second"), [("fp16", "bf16"), ("fp8_delayed", "fp32")])

@@ -497,6 +497,33 @@ def test_a_weight_gradient_that_the_cpu_compiler_refuses_for_bfloat16():
     np.testing.assert_allclose(result, exact, rtol=4 * 2**-8)
 
 
+MIXED_PRODUCTS = {
+    "float32": lambda w, x: jax.nn.gelu(x) @ w,
+    "float16": lambda w, x: jax.nn.gelu(x.astype(jnp.float16)) @ w,
+    "int32": lambda w, x: jnp.round(3 * x).astype(jnp.int32) @ w,
+    "complex": lambda w, x: jnp.abs((x + 2j * jnp.sin(x)) @ w),
+    "complex constant": lambda w, x: jnp.abs(jnp.array([[1 + 2j] * WIDTH]) @ w) * jnp.sum(x),
+    "groups": lambda w, x: jax.lax.ragged_dot(jax.nn.gelu(x), w[None], jnp.array([ROWS])),
+}
+
+
+@pytest.mark.parametrize("other", MIXED_PRODUCTS)
+def test_a_16_bit_weight_multiplies_an_array_of_another_dtype(other):
+    """The gradient of the other operand has its dtype, and both parts if it is complex."""
+
+    def loss_fn(params, x):
+        weight = params["w"].astype(jnp.bfloat16)
+        return jnp.sum(MIXED_PRODUCTS[other](weight, params["b"][None] * x), dtype=jnp.float32)
+
+    x = uniform((ROWS, WIDTH), 2)
+    with jax.numpy_dtype_promotion("standard"):
+        loss, exact = jax.value_and_grad(loss_fn)(LAYER, x)
+        result, grads = jax.jit(jaxmp.value_and_grad(loss_fn))(LAYER, x)
+    np.testing.assert_allclose(result, loss, rtol=2**-8)
+    np.testing.assert_allclose(grads["b"], exact["b"], rtol=1e-4)
+    np.testing.assert_allclose(grads["w"], exact["w"], rtol=2**-7, atol=1e-2)
+
+
 def test_inside_shard_map():
     use, params = USES["dense"]
     mesh, x = mesh_of(), uniform((ROWS, WIDTH), 2)

@@ -277,7 +277,8 @@ def _of_matmul(
     """Decides the dtypes of a matmul or convolution.
 
     FP32 operands with `precision=HIGHEST`, or of a matmul whose result a solver reads, keep their
-    recorded dtypes. The dtype of the result is the first of these that applies:
+    recorded dtypes, and so does an operand that meets a complex one, which XLA converts to it. The
+    dtype of the result is the first of these that applies:
 
     1. the `preferred_element_type`, if it differs from the recorded dtypes of the operands;
     2. FP32, if the recorded result is FP32 and only FP32 operations consume it;
@@ -288,6 +289,10 @@ def _of_matmul(
     """
     recorded = [_programs.array_aval(v).dtype for v in equation.invars if is_castable_aval(v.aval)]
     options, dtype = _programs.arithmetic_of(equation), policy.dtype
+    if any(np.iscomplexobj(value.array) for value in values):
+        return Decision(
+            None, Priority.COMPUTED, "a complex operand is never cast", as_recorded=True
+        )
     if not _core.is_16bit(recorded[0]):
         why = "its author asked for precision=HIGHEST" if options and options.is_highest else ""
         why = why or (_WHY_WIDE[Use.SOLVED] if Use.SOLVED in use else "")

@@ -76,7 +76,7 @@ def fp8_product(
     """
     if not is_matmul(equation):
         if config.category(equation) == "low":
-            reason = f"FP8 has no {equation.primitive.name}"
+            reason = why or f"FP8 has no {equation.primitive.name}"
             fp8_explain.note_unsupported(path_of(scope_path), reason)
         return None
     kernel, shapes = kernel_of(values), (values[0].array.shape, values[1].array.shape)

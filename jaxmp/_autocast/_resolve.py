@@ -10,6 +10,7 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import jax
 import numpy as np
 
 from jaxmp import _core, _programs
@@ -234,6 +235,10 @@ def trace(
 
     Returns:
       The traced function, and True if it was traced inside a rule of a `custom_vjp`.
+
+    Raises:
+      TypeError, ValueError, NotImplementedError: as JAX does, with a note if an argument in 16 bits
+        may be the cause.
     """
     in_custom_vjp = False
 
@@ -245,5 +250,21 @@ def trace(
     token = _traces.set(True)
     try:
         return _programs.trace(run, args, kwargs), in_custom_vjp
+    except (TypeError, ValueError, NotImplementedError) as error:
+        _explain_arguments(error, (args, kwargs))
+        raise
     finally:
         _traces.reset(token)
+
+
+def _explain_arguments(error: Exception, arguments: Any) -> None:
+    """Adds a note to an error of JAX that names the 16-bit dtype of an argument."""
+    dtypes = {str(getattr(leaf, "dtype", None)) for leaf in jax.tree.leaves(arguments)}
+    named = [name for name in ("bfloat16", "float16") if name in dtypes and name in str(error)]
+    if named and not any("jaxmp: " in note for note in getattr(error, "__notes__", ())):
+        error.add_note(
+            "jaxmp: autocast traces a function in the dtypes of its arguments, of which some are "
+            f"{named[0]}. Convert them to float32 at the start of the function; autocast casts "
+            "them again for each matmul: "
+            "params = jaxmp.get_policy('float32').cast_to_compute(params)"
+        )

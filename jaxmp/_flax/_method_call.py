@@ -270,8 +270,9 @@ def explain_mismatch(
     if is_refused:
         fix = (
             "JAX has no 16-bit form of the operation. Convert its operand in the module: "
-            "x.astype(jnp.float32). If it is an argument of the module, do not cast it: "
-            f"Rule({name!r}, keep_inputs=['x'])."
+            "x.astype(jnp.float32). If it is a parameter of the module, read it in float32: "
+            f"Rule({name + ':*'!r}, 'c=f32'). If it is an argument, and float32 outside of the "
+            f"module, do not cast it: Rule({name!r}, keep_inputs=['x'])."
         )
     elif method:
         fix = (

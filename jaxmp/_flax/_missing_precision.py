@@ -108,8 +108,9 @@ def low_share(cls: type, closed: _compat.ClosedJaxpr, count: int, labeling: Labe
     else:
         reason = (
             f"Matmuls of {where}, a {name} ({os.path.basename(file)}, line {line}), "
-            "read float32 operands: it casts them, or it calls layers that are not its attributes, "
-            "such as those of a closure, which policies do not reach and Flax NNX does not train. "
+            "read float32 operands: it casts them, or multiplies by float32 arrays that it makes, "
+            "as jax.nn.one_hot does, or it calls layers that are not its attributes, such as those "
+            "of a closure, which policies do not reach and Flax NNX does not train. "
             "Apply the same recipe to each operation: loss_fn = jaxmp.autocast(loss_fn, recipe)."
         )
     return f"{share:.0%} of the matmul FLOPs of {cls.__name__} run in 16 bits or fewer. {reason}"

@@ -110,7 +110,7 @@ def only(nodes: list[tuple[str, Any]], description: str) -> Any:
     if len(nodes) > 1:
         paths = ", ".join(path or "(top)" for path, _ in nodes)
         raise JaxmpError(
-            f"This state contains {len(nodes)} {description}s, at {paths}. Pass the part of the "
+            f"This state contains more than one {description}, at {paths}. Pass the part of the "
             "state that contains the one to read."
         )
     return plain(nodes[0][1])

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeGuard
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.sharding import AxisType, PartitionSpec
@@ -56,6 +57,8 @@ def run_matmul(equation: JaxprEqn, operands: list[Value]) -> list[Value]:
     copy, other = operands[side], operands[1 - side]
     if not isinstance(copy, Copy) or isinstance(other, (Weight, Copy, Constant)):
         return run_custom_derivative(equation, operands)
+    if jnp.iscomplexobj(other):
+        return run_custom_derivative(equation, operands)
     # Integers, such as the sizes of the groups of a ragged matmul.
     rest = list(map(as_array, operands[2:]))
 
@@ -82,15 +85,17 @@ def run_matmul(equation: JaxprEqn, operands: list[Value]) -> list[Value]:
             # of several layers before it computes their gradients.
             low, cotangent = lax.optimization_barrier((as_stored(low, layout), cotangent))
             low = gathered(low, layout)
-        # A matmul with a wide result is differentiated in the dtype of its operands, as in
-        # `_core._wide_dot`.
-        options = _programs.arithmetic_of(equation)
-        is_wide = options is not None and options.result_dtype is not None
-        narrow = {"preferred_element_type": low.dtype} if is_wide else {}
-        cotangent = cotangent.astype(low.dtype)
+        # A matmul with a wide result is differentiated in the dtype to which its operands are
+        # promoted, as in `_core._wide_dot`.
+        options, narrow = _programs.arithmetic_of(equation), {}
+        if options is not None and options.result_dtype is not None:
+            narrow["preferred_element_type"] = jnp.promote_types(other.dtype, low.dtype)
+            cotangent = cotangent.astype(narrow["preferred_element_type"])
         is_explicit = AxisType.Explicit in jax.typeof(low).sharding.mesh.axis_types
         if equation.primitive.name == "dot_general" and not is_explicit:
-            d_other = transposed_dot(equation, 1 - side, low, cotangent, low.dtype)
+            d_other = None
+            if jnp.issubdtype(other.dtype, jnp.floating):
+                d_other = transposed_dot(equation, 1 - side, low, cotangent, other.dtype)
             d_carrier = transposed_dot(equation, side, other, cotangent, _core.FLOAT32)
             return d_other, None, as_stored(d_carrier, layout), None
 
@@ -270,7 +275,7 @@ def _after_cotangents(
         n
         for n, (array, mark) in enumerate(zip(saved, marks, strict=True))
         if (mark is not None and mark.again)
-        or (n >= first and jax.numpy.issubdtype(array.dtype, jax.numpy.floating))
+        or (n >= first and jnp.issubdtype(array.dtype, jnp.floating))
     ]
     values = lax.optimization_barrier([as_stored(saved[n], marks[n]) for n in tied])
     new = dict(zip(tied, values, strict=True))
@@ -459,7 +464,7 @@ def _in_parts(equation: JaxprEqn, operands: list[Array]) -> Callable[..., Array]
 
 def run_forward(equation: JaxprEqn, operands: list[Array]) -> Any:
     """Runs an equation; a matmul is accumulated in FP32 over devices, too, and then rounded."""
-    if equation.primitive.name not in MATMULS:
+    if equation.primitive.name not in MATMULS or any(map(jnp.iscomplexobj, operands)):
         return _programs.bind(equation, operands)
 
     lhs, rhs, *rest = operands
