@@ -37,8 +37,7 @@ from flax import nnx
 
 import jaxmp
 from attention_gpu import BF16, FP32, errors, results
-from jaxmp._attention import _choice
-from jaxmp._core._compat import context
+from jaxmp._core import _compat
 from result_file import parser_of
 
 RESULTS = Path(__file__).parent / "results"
@@ -152,8 +151,8 @@ def h200() -> Iterator[None]:
         mock.patch.object(stablehlo, "check_compute_capability", at_least),
         mock.patch.object(stablehlo, "is_cuda_compute_capability_equal", "9.0".__eq__),
         mock.patch.object(stablehlo, "check_cudnn_version", lambda: 91000),
-        mock.patch.object(_choice, "compute_capability", lambda: (9, 0)),
-        context(target="gpu", capability=(9, 0)),
+        mock.patch.object(_compat, "compute_capability", lambda: (9, 0)),
+        _compat.context(target="gpu", capability=(9, 0)),
     ):
         yield
 

@@ -142,9 +142,11 @@ class MemoryEstimate(Report):
         size = f"{text(self.most)} (compiled by {self.compiler})"
         if not self.compiler:
             size = f"{text(self.least)} to {text(self.most)} (estimated)"
-            one, several = _errors()["one"], _errors()["several"]
+            single, several = _errors()["one"], _errors()["several"]
             fits += " The arguments are exact; the range of the rest contains"
-            fits += f" {one['inside']} of {one['programs']} programs that were compiled for one"
+            fits += (
+                f" {single['inside']} of {single['programs']} programs that were compiled for one"
+            )
             fits += f" device, and {several['inside']} of {several['programs']} for several."
             fits += f" Not compiled: {self.reason}."
         mood = "bad" if self.fits is False else "good" if self.fits else ""
