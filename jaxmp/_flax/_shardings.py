@@ -59,6 +59,8 @@ def constrain_variables(variables: PyTree, shardings: Mapping[Path, NamedShardin
     if not isinstance(variables, Mapping) or "params" not in variables:
         return variables
     leaves = jax.tree_util.tree_flatten_with_path(variables["params"], is_leaf=_is_box)[0]
+    if not shardings and not any(_is_box(leaf) for _, leaf in leaves):
+        return variables
     if shardings and leaves:
         arrays = {_core.path_names(path): leaf for path, leaf in leaves}
         shapes = {names: jax.numpy.shape(_unboxed(leaf)) for names, leaf in arrays.items()}
