@@ -32,8 +32,8 @@ class Check:
       fix: the remedy, as code. A function may report a more specific one.
       severity: "error", "warning" or "note". A function may report a warning for a check that is an
         error.
-      needs_target: "yes" if it requires the compiled program (`target`), "no" if XLA removes the
-        defect, or the circumstances in which a compiled program is needed.
+      needs_target: "no" if the traced program shows the defect, "yes" if only a program that is
+        compiled for a `target` does, or the circumstances in which a compiled program is needed.
       includes_optimizer: True if it also applies to the optimizer's operations: those that read
         values computed from gradients, and from which parameters or moments are computed.
     """

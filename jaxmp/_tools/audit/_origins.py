@@ -358,11 +358,11 @@ def _rounded_by(op: OpOccurrence, through: frozenset[str] = _ELEMENTWISE) -> lis
         is_entry = name not in _MOVES and not all(_is_computed(v, origin.body) for v in inputs)
         if is_cast or is_made or (is_entry and is_elementwise and inputs):
             origins.append(origin)
-        # A sum that computes in FP32 reads squares in 16 bits.
-        inputs = [] if is_cast else inputs
-        if through is SUMS:
-            inputs = [v for v in maker.invars if not _programs.is_literal(v)]
-        waiting += [(v, origin) for v in inputs if is_elementwise]
+        if through is SUMS and is_elementwise:
+            # A sum that computes in FP32 reads squares in 16 bits.
+            waiting += [(v, origin) for v in maker.invars if not _programs.is_literal(v)]
+        elif is_elementwise and not is_cast:
+            waiting += [(v, origin) for v in inputs]
     return origins
 
 

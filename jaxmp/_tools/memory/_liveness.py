@@ -25,7 +25,7 @@ from jaxmp._programs import Form, Inner
 # Axes of the mesh that divide an array; None for one that depends on no argument, such as zeros,
 # which XLA divides like the arrays that they are combined with.
 Axes: TypeAlias = frozenset[str] | None
-_NONE = frozenset[Any]()
+_NO_AXES = frozenset[Any]()
 
 # Operations whose results are the same arrays in memory. Matmuls read transposed operands.
 _VIEWS = frozenset(
@@ -112,8 +112,8 @@ class Liveness(_programs.Forward):
         self._devices = dict(collections.ChainMap(*(each.mesh.shape for each in shardings)))
         self._parameters = {each.array.size: each.parts for each in parameters}
         self._batch = max((each.parts for each in inputs), default=1)
-        of_inputs = _NONE.union(*(_axes_of(each.sharding) for each in inputs))
-        self._axes = _NONE.union(*(_axes_of(each.sharding) for each in parameters)) - of_inputs
+        of_inputs = _NO_AXES.union(*(_axes_of(each.sharding) for each in inputs))
+        self._axes = _NO_AXES.union(*(_axes_of(each.sharding) for each in parameters)) - of_inputs
         self._arguments = [
             _Array(each.bytes, _axes_of(each.sharding) & self._axes) for each in arguments
         ]
@@ -139,17 +139,19 @@ class Liveness(_programs.Forward):
             inner.form is Form.BRANCH or (inner.is_loop and inner.length != 1) for inner in inside
         )
         if inside and not is_apart:
-            own = self._on_shards() if inside[0].form is Form.SHARDS else self
-            return own.enter(equation, operands, frame)
-        axes, below = [self._axes_of_result(equation, operands)] * len(equation.outvars), 0
+            analysis = self._on_shards() if inside[0].form is Form.SHARDS else self
+            return analysis.enter(equation, operands, frame)
+        axes = [self._axes_of_result(equation, operands)] * len(equation.outvars)
+        below = 0  # bytes that the jaxprs inside require
         if name in _VIEWS or (name in _PLACEMENTS and axes[0] == operands[0].axes):
             return operands
         for inner in inside:
-            own, size = self._measure_inside(inner, operands)
-            axes, below = own if len(own) == len(axes) else axes, max(below, size)
+            axes_inside, size = self._measure_inside(inner, operands)
+            axes = axes_inside if len(axes_inside) == len(axes) else axes
+            below = max(below, size)
         is_summed = not is_apart and name not in _programs.MATMULS
-        pairs = zip(equation.outvars, axes, strict=True)
-        results = [_Array(self._size(var.aval, own, is_summed), own) for var, own in pairs]
+        rows = zip(equation.outvars, axes, strict=True)
+        results = [_Array(self._size(var.aval, each, is_summed), each) for var, each in rows]
         is_library = is_apart or name in _LIBRARY or "attention" in name
         for operand in operands if is_library else ():
             # XLA makes constants, such as the zeros of a sum, in place.
@@ -192,11 +194,11 @@ class Liveness(_programs.Forward):
         has_batch = name == "dot_general" and bool(_programs.dot_of(equation).batch[0])
         if name in _programs.MATMULS and not has_batch:
             # If they divide both operands, they divide the dimension that is summed.
-            return (axes[0] or _NONE) ^ (axes[1] or _NONE)
+            return (axes[0] or _NO_AXES) ^ (axes[1] or _NO_AXES)
         # An array into which updates are scattered, and the rows that indices choose.
         known = axes[:1] if name.startswith("scatter") else axes[1:] if name == "gather" else axes
         known = [each for each in known if each is not None]
-        return _NONE.union(*known) if known else None
+        return _NO_AXES.union(*known) if known else None
 
     def _size(self, aval: Any, axes: Axes, is_summed: bool = True) -> int:
         """Returns the bytes of an array on each device.
@@ -208,7 +210,7 @@ class Liveness(_programs.Forward):
             divides, after it is whole.
         """
         shape, size = getattr(aval, "shape", ()), getattr(aval, "size", 0)
-        axes = self._passed.get(shape, _NONE) if axes is None else axes
+        axes = self._passed.get(shape, _NO_AXES) if axes is None else axes
         self._passed[shape] = axes
         parts = math.prod(self._devices[axis] for axis in axes)
         if size not in self._parameters:
