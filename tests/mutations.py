@@ -127,8 +127,8 @@ MUTATIONS = [
     Mutation(
         "tensor parallelism does not divide arrays that begin as zeros",
         "jaxmp/_tools/memory/_liveness.py",
-        "self._passed.get(shape, _NONE) if axes is None else axes",
-        "axes or _NONE",
+        "self._passed.get(shape, _NO_AXES) if axes is None else axes",
+        "axes or _NO_AXES",
         ("test_memory.py::test_loops_reshapes_and_constraints_pass_the_axes_too",),
     ),
     Mutation(
@@ -1911,8 +1911,8 @@ MUTATIONS = [
     Mutation(
         "another learning rate of Adam is taken for clipping",
         "jaxmp/_tools/validate/_probe.py",
-        "error=error, factor=factor)\n        return\n",
-        "error=error, factor=factor)\n",
+        "error=min(error, 1.0), factor=factor)\n        return\n",
+        "error=min(error, 1.0), factor=factor)\n",
         ("test_validate_trials.py::test_another_learning_rate_of_adam",),
     ),
     Mutation(

@@ -356,6 +356,7 @@ class _Trainer:
             _audit.audit(*runs[phase.start].audited, first.first, recipe=phase.recipe)
             for phase in phases
         ]
+        first_hashes = {n: hashes_of(run) for n, run in runs.items()}
         compiled: dict[str, Callable[..., Any]] = {}  # by the hash of a step or an evaluation
         probes = {start: _probe.make_probe(run) for start, run in runs.items()}
 
@@ -380,7 +381,9 @@ class _Trainer:
             else:
                 check_same_params(self._initial[seed], params, name, seed)
             self._on_run(f"{name}, seed {seed}")
-            hashes = {n: hashes_of(run) for n, run in own.items()}
+            hashes = first_hashes
+            if not is_first:
+                hashes = {n: hashes_of(run) for n, run in own.items()}
             # The first steps of later phases belong to the program.
             traced = ", ".join(f"{n} " * (n > 0) + each.step for n, each in hashes.items())
             record, initial = finished.get(seed), f"{checksum(params):08x}"
@@ -388,14 +391,14 @@ class _Trainer:
                 for _ in range(plan.steps):
                     self._on_step()
                 return record
-            # Programs that this seed does not use may contain large constants.
-            for unused in compiled.keys() - itertools.chain.from_iterable(hashes.values()):
-                del compiled[unused]
             programs = {n: compile_run(run, hashes[n], compiled) for n, run in own.items()}
             # Only the first seed is compared.
             compared = compare if is_first else lambda *_: None
             hooks = {"on_compare": compared, "on_step": self._on_step}
             record = train(name, seed, current, programs, plan, **hooks)
+            # Programs of this seed alone may contain large constants.
+            for own_hash in compiled.keys() - itertools.chain.from_iterable(first_hashes.values()):
+                del compiled[own_hash]
             return dataclasses.replace(record, initial_checksum=initial, program=traced)
 
         records = []
