@@ -38,7 +38,7 @@ _ON_GPU = "audit(..., target='h200') reports the choice for a GPU."
 
 @UNFUSED_ATTENTION.on_operation("reduce_sum")
 def collect_sums(op: OpOccurrence, audit: _auditor.Auditor) -> None:
-    """Collects the logits whose exponentials are added up, as a softmax does and a softplus not."""
+    """Collects the logits whose exponentials are summed; a softplus does not sum them."""
     if op.is_forward:
         labels = audit.flow.labels(_labels.Logits, op.operands[0])
         audit.collected[_labels.Logits] += [label for label in labels if label.normalized]

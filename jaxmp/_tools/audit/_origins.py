@@ -324,7 +324,7 @@ def _is_widened(op: OpOccurrence) -> bool:
         if None in consumers:
             return False
         readers = [
-            op.made(e) for e in consumers if _is_forward(e) and _programs.call_site(e) != site
+            op.sibling(e) for e in consumers if _is_forward(e) and _programs.call_site(e) != site
         ]
         if not readers:
             return False
@@ -378,7 +378,7 @@ def _makers(waiting: list[tuple[_programs.Atom, OpOccurrence]]) -> Iterator[OpOc
         maker = within.body.maker(var)
         if maker is not None and var not in seen:
             seen.add(var)
-            yield within.made(maker)
+            yield within.sibling(maker)
 
 
 def _through_calls(var: _programs.Atom, op: OpOccurrence) -> tuple[_programs.Atom, OpOccurrence]:

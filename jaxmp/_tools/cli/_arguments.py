@@ -107,7 +107,7 @@ StepArgument = Annotated[
 
 
 def document(function: Callable[..., Any]) -> str:
-    """Returns the help of a command, and adds that of its options: its docstring and `Args:`."""
+    """Returns the docstring of a command before `Args:`, and gives its options the help in them."""
     help_, _, rest = inspect.cleandoc(function.__doc__ or "").partition("\nArgs:\n")
     entries = re.findall(r"^  (\w+): (.+?)(?=\n  \w|\Z)", rest, re.DOTALL | re.MULTILINE)
     for name, text in entries:
@@ -227,7 +227,7 @@ def split_numbers(text: str, option: str, example: str = "h100=2.5") -> dict[str
 
 
 def split_values(text: str | None) -> Any:
-    """Returns numbers, booleans and words; "largest" is not a list."""
+    """Returns the items of a list as numbers, booleans or text; None and "largest" stay as is."""
     named: dict[str, Any] = {"true": True, "false": False}
     items = [named.get(x, int(x) if x.isdecimal() else x) for x in split_items(text or "")]
     return text if text in (None, "largest") else items
