@@ -146,6 +146,20 @@ MUTATIONS = [
         ("test_validate.py::test_only_runs_of_the_same_program_are_taken",),
     ),
     Mutation(
+        "the programs of all seeds are kept in memory",
+        "jaxmp/_tools/validate/_driver.py",
+        "                del compiled[own_hash]",
+        "                pass",
+        ("test_validate.py::test_states_of_few_seeds_are_in_memory_at_once",),
+    ),
+    Mutation(
+        "matmuls of asynchronous calls count again for their start",
+        "jaxmp/_tools/audit/_hlo_matmuls.py",
+        "inside is None or step.instruction.opcode not in _FUSIONS",
+        "inside is None",
+        ("test_hlo.py::test_matmuls_of_asynchronous_calls_count_once",),
+    ),
+    Mutation(
         "float16 on a TPU is accepted",
         "jaxmp/_policies/_device.py",
         'if _compat.target() == "tpu":',
