@@ -127,8 +127,8 @@ MUTATIONS = [
     Mutation(
         "tensor parallelism does not divide arrays that begin as zeros",
         "jaxmp/_tools/memory/_liveness.py",
-        "self._passed.get(shape, _NONE) if axes is None else axes",
-        "axes or _NONE",
+        "self._passed.get(shape, _NO_AXES) if axes is None else axes",
+        "axes or _NO_AXES",
         ("test_memory.py::test_loops_reshapes_and_constraints_pass_the_axes_too",),
     ),
     Mutation(
@@ -144,6 +144,20 @@ MUTATIONS = [
         "(record.initial_checksum, record.program) == (initial, traced)",
         "record.initial_checksum == initial",
         ("test_validate.py::test_only_runs_of_the_same_program_are_taken",),
+    ),
+    Mutation(
+        "the programs of all seeds are kept in memory",
+        "jaxmp/_tools/validate/_driver.py",
+        "                del compiled[own_hash]",
+        "                pass",
+        ("test_validate.py::test_states_of_few_seeds_are_in_memory_at_once",),
+    ),
+    Mutation(
+        "matmuls of asynchronous calls count again for their start",
+        "jaxmp/_tools/audit/_hlo_matmuls.py",
+        "inside is None or step.instruction.opcode not in _FUSIONS",
+        "inside is None",
+        ("test_hlo.py::test_matmuls_of_asynchronous_calls_count_once",),
     ),
     Mutation(
         "float16 on a TPU is accepted",
@@ -1918,8 +1932,8 @@ MUTATIONS = [
     Mutation(
         "another learning rate of Adam is taken for clipping",
         "jaxmp/_tools/validate/_probe.py",
-        "error=error, factor=factor)\n        return\n",
-        "error=error, factor=factor)\n",
+        "error=min(error, 1.0), factor=factor)\n        return\n",
+        "error=min(error, 1.0), factor=factor)\n",
         ("test_validate_trials.py::test_another_learning_rate_of_adam",),
     ),
     Mutation(

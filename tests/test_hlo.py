@@ -4,6 +4,7 @@
 import pytest
 
 from jaxmp._tools.audit._hlo import Program, Shape
+from jaxmp._tools.audit._hlo_matmuls import DataFlow, matmul_of_instruction, parts
 
 TEXT = r"""HloModule jit_step, is_scheduled=true, input_output_alias={ {0}: (1, {}, may-alias), {2}: (0, {}, must-alias) }, entry_computation_layout={(f32[4,8]{1,0})->f32[4,8]{1,0}}
 
@@ -127,3 +128,28 @@ def test_names_and_lines(program):
     # Older versions of XLA write the line directly.
     assert program.frames(program.entry.instructions["d"]) == [("/x.py", 3)]
     assert program.frames(program.entry.instructions["loop"]) == []
+
+
+ASYNC = r"""HloModule jit_step
+
+%called (p: f32[4,8], w: f32[8,8]) -> f32[4,8] {
+  %p = f32[4,8]{1,0} parameter(0)
+  %w = f32[8,8]{1,0} parameter(1)
+  ROOT %dot = f32[4,8]{1,0} dot(%p, %w), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+}
+
+ENTRY %main (a: f32[4,8], b: f32[8,8]) -> f32[4,8] {
+  %a = f32[4,8]{1,0} parameter(0)
+  %b = f32[8,8]{1,0} parameter(1)
+  %start = ((f32[4,8]{1,0}, f32[8,8]{1,0}), f32[4,8]{1,0}, u32[]) async-start(%a, %b), calls=%called
+  ROOT %done = f32[4,8]{1,0} async-done(%start), calls=%called
+}
+"""
+
+
+def test_matmuls_of_asynchronous_calls_count_once():
+    program = Program(ASYNC)
+    flow = DataFlow(program)
+    kernels = [(step, part) for step in program.steps() for part in parts(program, step)]
+    matmuls = [matmul for pair in kernels if (matmul := matmul_of_instruction(flow, *pair))]
+    assert [matmul.flops for matmul in matmuls] == [2 * 4 * 8 * 8]

@@ -299,7 +299,8 @@ def test_an_evaluation_that_depends_on_the_seed_is_that_of_its_seed():
     assert [run.evaluations["loss"][-1] for run in report.runs] == [4, 7, 4, 7]
 
 
-def test_states_of_few_seeds_are_in_memory_at_once():
+@pytest.mark.parametrize("is_shared", [True, False])
+def test_states_of_few_seeds_are_in_memory_at_once(is_shared):
     made = []
     most = 0
 
@@ -307,7 +308,8 @@ def test_states_of_few_seeds_are_in_memory_at_once():
         nonlocal most
         state = {"params": jnp.zeros(4)}
         step = lambda state, batch: (state, {"loss": jnp.sum(batch)})
-        evaluate = lambda state: jnp.sum(state["params"])
+        # A constant that depends on the seed makes another program.
+        evaluate = lambda state: jnp.sum(state["params"]) + (0 if is_shared else seed)
         new = jaxmp.TrainingRun(state=state, step=step, batches=[*data(0)], evaluate=evaluate)
         made.append(weakref.ref(new))
         gc.collect()

@@ -34,7 +34,7 @@ class PolicyContext:
         self.wrap_code = f"model = jaxmp.load_recipe({text}).wrap(model)"
         self.autocast_code = f"fn = jaxmp.autocast(fn, {text})"
         self.loss_code = f"loss_fn = jaxmp.autocast(loss_fn, {text})"
-        # Scopes -> the dtypes.
+        # Scopes -> the dtypes in which matmuls may compute.
         self._allowed = functools.cache(self._search)
 
     def allowed_dtypes(self, location: _programs.Location) -> frozenset[Any]:

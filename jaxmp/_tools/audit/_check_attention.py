@@ -38,7 +38,7 @@ _ON_GPU = "audit(..., target='h200') reports the choice for a GPU."
 
 @UNFUSED_ATTENTION.on_operation("reduce_sum")
 def collect_sums(op: OpOccurrence, audit: _auditor.Auditor) -> None:
-    """Collects the logits whose exponentials are added up, as a softmax does and a softplus not."""
+    """Collects the logits whose exponentials are summed; a softplus does not sum them."""
     if op.is_forward:
         labels = audit.flow.labels(_labels.Logits, op.operands[0])
         audit.collected[_labels.Logits] += [label for label in labels if label.normalized]
@@ -181,11 +181,11 @@ def check_masks(audit: _auditor.Auditor, traced: _trace.Traced) -> None:
     """
     program = _programs.Scope(traced.closed, traced.arrays)
     declared = _declared_masks(program) if audit.collected[Declaration] else []
-    paths = [mask.path or "the model" for mask, is_known in declared if not is_known]
-    paths = list(map(repr, dict.fromkeys(paths)))
-    paths[2:] = [f"{len(paths) - 2} more layers"] if len(paths) > 2 else []
-    if paths:
-        note = f"the declared masks of {' and '.join(paths)} depend on the program's inputs and"
+    unknown = dict.fromkeys(mask.path or "the model" for mask, is_known in declared if not is_known)
+    if unknown:
+        note = (
+            f"the declared masks of {_paths_text(list(unknown))} depend on the program's inputs and"
+        )
         audit.notes[f"{note} were not compared; pass arrays instead of shapes"] = None
     passed = _with_structures(audit.collected[_PassedMask])
     in_layer = lambda op: _compat.is_within(op.equation.source_info, layer_attention)
@@ -251,6 +251,11 @@ def _with_structures(passed: list[_PassedMask]) -> list[tuple[OpOccurrence, Decl
 # ---------------------------------------------------------------------------
 # Texts
 # ---------------------------------------------------------------------------
+
+
+def _paths_text(paths: list[str]) -> str:
+    more = [f"{len(paths) - 2} more layers"] if len(paths) > 2 else []
+    return " and ".join([*map(repr, paths[:2]), *more])
 
 
 def _fix_declaration(actual: Declaration, path: str | None) -> str:

@@ -89,7 +89,7 @@ def label_loss(op: OpOccurrence, audit: Auditor) -> RoundedLoss | None:
         return None  # A count, such as that of the elements of a mask.
     message = f"the loss is rounded to {op.dtype.name} when its terms are summed"
     inputs = f"Compute the loss in FP32: cast its inputs before {op.where}:\n    {LOSS_16BIT.fix}"
-    return RoundedLoss(op, message, fix_operation(op.made(total)) or inputs)
+    return RoundedLoss(op, message, fix_operation(op.sibling(total)) or inputs)
 
 
 @LOSS_16BIT.on_program

@@ -98,7 +98,7 @@ def _label_promotion(
 ) -> None:
     (operand,), result = op.operands, op.result
     source, target = _checks.dtype_of(operand).name, _checks.dtype_of(result).name
-    here = op.made(reader)
+    here = op.sibling(reader)
     symbol = {"add": "+", "sub": "-", "mul": "*", "div": "/"}.get(here.name, "and")
     message = f"{source} {symbol} {target} is computed in {target}"
     earlier = audit.flow.labels(PromotedValue, *others)

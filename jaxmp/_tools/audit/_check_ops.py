@@ -85,8 +85,10 @@ def check_softmax(op: _checks.OpOccurrence, dtype: np.dtype, audit: _auditor.Aud
     """Reports the exponential of a softmax."""
     if _role_of_exponential(op) == "softmax":
         is_own = op.is_own_call or not op.location.names
-        fix = "" if is_own else _origins.apply_code(op, audit.context)
-        fix = fix or _origins.fix_operation(op, dtype.name)
+        if is_own:
+            fix = _origins.fix_operation(op, dtype.name)
+        else:
+            fix = _origins.apply_code(op, audit.context)
         message = f"softmax in {dtype.name}: its probabilities have {_PRECISION[dtype.name]}."
         audit.add(SOFTMAX_16BIT, op, message, fix)
 
@@ -189,6 +191,11 @@ def check_root(op: _checks.OpOccurrence, audit: _auditor.Auditor) -> None:
         _report_norm(op, dtype, audit)
 
 
+def _is_square(equation: _programs.Equation) -> bool:
+    name, operands = equation.primitive.name, equation.invars
+    return name in _SQUARES or (name == "mul" and operands[0] is operands[1])
+
+
 class OnePass(_labels.ConditionalFinding):
     """Label of a 16-bit difference of a mean of squares and of a squared mean."""
 
@@ -201,8 +208,7 @@ def label_variance(op: _checks.OpOccurrence, audit: _auditor.Auditor) -> OnePass
     if not op.is_forward:
         return None
     lhs, rhs = (list(made_of(var, op.body, _NEAR | _SQUARES)) for var in op.operands)
-    is_mul = lambda e: e.primitive.name == "mul" and e.invars[0] is e.invars[1]
-    is_one_pass = any(e.primitive.name in _SQUARES or is_mul(e) for e in rhs)
+    is_one_pass = any(map(_is_square, rhs))
     is_one_pass &= any(map(_contains_sum, lhs)) and any(map(_contains_sum, rhs))
     dtype = _checks.half_of(var for e in (op.equation, *lhs, *rhs) for var in e.outvars)
     if not is_one_pass or dtype is None:
@@ -290,11 +296,11 @@ def _keep_parameter(op: _checks.OpOccurrence, audit: _auditor.Auditor) -> str:
     """
     if not op.location.names or audit.context.policies is None:
         return ""
-    module = tuple(op.module.split("/"))
+    names = tuple(op.module.split("/"))
     for label in audit.flow.labels(_labels.Summand, *op.operands):
         owner = label.owner
         is_root = not owner or owner[-1] in _ROOTS or owner[-1].isdigit()
-        if owner[-len(module) :] == module or (module == ("",) and is_root):
+        if owner[-len(names) :] == names or (not op.module and is_root):
             rule = audit.context.with_rule(f"jaxmp.Rule('**:{label.name}', 'c=f32')")
             return f"Read the parameter in FP32, by a rule:\n    {rule}"
     return ""

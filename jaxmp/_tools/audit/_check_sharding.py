@@ -390,7 +390,13 @@ def _half_dtype(rows: Iterable[CollectiveRow]) -> str:
 def _large(
     program: CompiledProgram, content: str = "", operation: str = "", at_least: int = _SMALL
 ) -> list[CollectiveRow]:
-    """Returns the collectives of arrays of a size, in bytes; "" for any content or operation."""
+    """Returns the collectives whose arrays have a least number of bytes.
+
+    Args:
+      program: the program.
+      content, operation: those of the collectives; "" for any.
+      at_least: the number of bytes.
+    """
     return [
         row
         for row in program.rows.collectives

@@ -300,7 +300,7 @@ class _Step:
         fix += f"    jnp.zeros({self.avals[update.number].shape}, jnp.{wide})"
         (result,) = update.op.equation.outvars
         for reader in (update.op.equation, *update.op.body.readers(result)):
-            cast = update.op.made(reader)
+            cast = update.op.sibling(reader)
             is_cast = reader.primitive.name == "convert_element_type"
             is_rounding = is_cast and _core.is_16bit(cast.dtype)
             code = _rewrite.in_fp32(cast.expression) if is_rounding else ""

@@ -116,7 +116,7 @@ def _report_carry(
     op: OpOccurrence, carry: _programs.Atom, addition: _programs.Equation, audit: Auditor
 ) -> None:
     dtype, loop = _checks.dtype_of(carry), op.loop
-    inner = op.made_in(loop, addition)
+    inner = op.in_body(addition)
     fix = fix_carry(op, carry, inner, audit)
     if _is_after_gradient(op) and _dataflow.GRADIENT in audit.flow.of(addition.outvars[0]):
         message = f"a loop accumulates gradients in {dtype.name}."
@@ -166,7 +166,7 @@ def fix_carry(
     for index, var in enumerate(addition.equation.invars):
         cast = addition.body.maker(var)
         if cast is not None and cast.primitive.name == "convert_element_type":
-            rounding = addition.made(cast)
+            rounding = addition.sibling(cast)
             lines += _origins.without_rounding(rounding, _rewrite.in_fp32(rounding.expression))
         elif (
             _checks.half_of([var]) is not None
@@ -298,7 +298,7 @@ def _report_recurrence(
     decay = "" if factor is None else f" with the factor {factor:.4g}"
     message = f"a loop{steps} updates a decayed sum{decay} in {dtype}: small summands are rounded"
     assert linear.addition is not None
-    inner = op.made_in(loop, linear.addition)
+    inner = op.in_body(linear.addition)
     fix = fix_carry(op, carry, inner, audit)
     audit.add(_check_ops.ACCUMULATOR_16BIT, inner, f"{message} away.", fix)
 

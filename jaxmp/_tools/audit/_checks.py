@@ -32,8 +32,8 @@ class Check:
       fix: the remedy, as code. A function may report a more specific one.
       severity: "error", "warning" or "note". A function may report a warning for a check that is an
         error.
-      needs_target: "yes" if it requires the compiled program (`target`), "no" if XLA removes the
-        defect, or the circumstances in which a compiled program is needed.
+      needs_target: "no" if the traced program shows the defect, "yes" if only a program that is
+        compiled for a `target` does, or the circumstances in which a compiled program is needed.
       includes_optimizer: True if it also applies to the optimizer's operations: those that read
         values computed from gradients, and from which parameters or moments are computed.
     """
@@ -222,7 +222,7 @@ class OpOccurrence(NamedTuple):
     location: _programs.Location
     times: int
     body: _programs.Body
-    # Those of the audit, with the files of the user.
+    # The findings of the audit, which also tell the files of the user from others.
     findings: PendingFindings
     # The operation that contains it.
     outer: OpOccurrence | None = None
@@ -240,18 +240,18 @@ class OpOccurrence(NamedTuple):
         """The first result."""
         return self.equation.outvars[0]
 
-    def made(self, equation: _programs.Equation) -> OpOccurrence:
+    def sibling(self, equation: _programs.Equation) -> OpOccurrence:
         """Returns another equation of the same jaxpr."""
         return self._replace(equation=equation)
 
     def made_by(self, var: _programs.Atom, through: frozenset[str]) -> OpOccurrence | None:
         """Returns the operation that makes a value, before those of the named primitives."""
         maker = self.body.maker_through(var, through)
-        return None if maker is None else self.made(maker)
+        return None if maker is None else self.sibling(maker)
 
-    def made_in(self, loop: _programs.Inner, equation: _programs.Equation) -> OpOccurrence:
-        """Returns an equation of the body of a loop, which is this operation."""
-        return self._replace(equation=equation, body=_programs.Body(loop.jaxpr), outer=self)
+    def in_body(self, equation: _programs.Equation) -> OpOccurrence:
+        """Returns an equation of the body of this operation, which is a loop."""
+        return self._replace(equation=equation, body=_programs.Body(self.loop.jaxpr), outer=self)
 
     @property
     def dtype(self) -> Any:

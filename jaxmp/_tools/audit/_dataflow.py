@@ -275,7 +275,8 @@ def _is_neutral(var: _programs.Atom, op: OpOccurrence) -> bool:
     return op.is_backward or is_constant
 
 
-# A mean, a largest element, or a vector divided by its norm is made by few operations.
+# Most values that `near` yields: few operations make a mean, a largest element, or a vector divided
+# by its norm.
 _MOST_STEPS = 32
 
 

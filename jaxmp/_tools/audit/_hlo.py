@@ -261,7 +261,7 @@ class Program:
         return -(-next(iter(limits.values())) // max(step, 1))
 
     def inside(self, instruction: Instruction) -> Computation | None:
-        """Returns the computation of a fusion; None for other instructions."""
+        """Returns the computation of a fusion, or of the start of an asynchronous call, or None."""
         return self.computations.get(instruction.attribute("calls"))
 
     def readers(self, computation: Computation, name: str) -> list[Instruction]:

@@ -12,8 +12,9 @@ import numpy as np
 
 from jaxmp._tools.audit._hlo import Computation, Instruction, Program, Step
 
+_FUSIONS = frozenset({"fusion", "fusion-start"})
 # Instructions that execute a computation as a part of the program.
-_CALLS = frozenset({"fusion", "fusion-start", "call", "async-start", "while", "conditional"})
+_CALLS = _FUSIONS | {"call", "async-start", "while", "conditional"}
 # Library calls that are matmuls, convolutions or attention.
 _LIBRARIES = ("__cublas$", "__cudnn$")
 _MATMULS = frozenset({"dot", "convolution", "scaled-dot"})
@@ -226,9 +227,11 @@ class HloMatmul(NamedTuple):
 def parts(program: Program, step: Step) -> Iterator[Step]:
     """Yields a kernel, or the instructions of a fusion, which may contain library calls."""
     inside = program.inside(step.instruction)
-    if inside is None:
+    # `Program.steps` itself enters the other instructions that call a computation.
+    if inside is None or step.instruction.opcode not in _FUSIONS:
         yield step
-    for inner in inside.instructions.values() if inside is not None else ():
+        return
+    for inner in inside.instructions.values():
         part = step._replace(instruction=inner, computation=inside)
         yield part
         if inner.opcode == "fusion":

@@ -274,15 +274,13 @@ class Flow:
         special = self._of_classes("special", labels, _is_special)
         own = self._of_classes("lineage", labels, _is_lineage)
         kept = self._kept(labels - special - own if special or own else labels, name)
-        shapes = (getattr(var.aval, "shape", (0,)) for var in equation.outvars)
-        if _dataflow.SCALAR in kept and (is_call or any(math.prod(s) != 1 for s in shapes)):
+        if _dataflow.SCALAR in kept and (is_call or not _are_scalars(equation)):
             kept -= {_dataflow.SCALAR}
         if not is_call:
             kept |= _dataflow.lineage(op, own, self.of) | self._specials_after(op, special)
-        elif op.is_forward:
-            # Known results have the labels of those of the jaxpr.
-            unknown = (None in inner.results for inner in _programs.inners(equation)[-1:])
-            kept -= _NONE if any(unknown) else _GRADIENT
+        elif op.is_forward and _has_known_results(equation):
+            # The results have the labels of those of the jaxpr.
+            kept -= _GRADIENT
         self._label_results(equation, kept)
 
     def _read(self, op: _checks.OpOccurrence, is_call: bool) -> Labels:
@@ -298,22 +296,15 @@ class Flow:
             self.differentiated.update([x.number for x in labels if isinstance(x, _dataflow.From)])
         if op.name == "convert_element_type":
             labels = _after_cast(labels, equation)
-        elif labels and (fp8 := self._of_classes("fp8", labels, lambda cls: cls is WasFp8)):
-            arrays = (v for v in equation.invars if math.prod(getattr(v.aval, "shape", ())) > 1)
-            # All operands other than scalars must have been FP8.
-            labels = labels if all(fp8 & self.of(var) for var in arrays) else labels - fp8
+        elif labels:
+            labels = self._still_fp8(labels, equation)
         is_chosen = self.has_float16 and _dataflow.is_chosen_scale(equation)
         return labels | {_dataflow.SCALAR} if is_chosen else labels
 
     def _specials_after(self, op: _checks.OpOccurrence, special: Labels) -> Labels:
         if not special:
             return _NONE
-        phase, moved = op.location.phase, None
-        # The labels of the operands that it selects from.
-        if op.name in ("gather", "dynamic_slice"):
-            moved = self.of_all(op.operands[:1])
-        elif op.name == "select_n":
-            moved = self.of_all(op.operands[1:])
+        phase, moved = op.location.phase, self._of_moved(op)
         lasting = _SPECIAL if phase == _programs.FORWARD else Reduction16Bit
         lasts = lambda cls: issubclass(cls, lasting) and _survives(cls, op.name)
         kept = self._of_classes((op.name, phase), special, lasts)
@@ -350,6 +341,18 @@ class Flow:
             self._chosen[rule, labels] = chosen
         return chosen
 
+    def _of_moved(self, op: _checks.OpOccurrence) -> Labels | None:
+        """Returns the labels of the operands that `op` selects from; None for other operations."""
+        if op.name in ("gather", "dynamic_slice"):
+            return self.of_all(op.operands[:1])
+        return self.of_all(op.operands[1:]) if op.name == "select_n" else None
+
+    def _still_fp8(self, labels: Labels, equation: _programs.Equation) -> Labels:
+        """Removes FP8 labels unless all operands other than scalars have them."""
+        fp8 = self._of_classes("fp8", labels, lambda cls: cls is WasFp8)
+        arrays = (var for var in equation.invars if math.prod(getattr(var.aval, "shape", ())) > 1)
+        return labels if not fp8 or all(fp8 & self.of(var) for var in arrays) else labels - fp8
+
     def _kept(self, labels: Labels, name: str) -> Labels:
         if name == "sub":
             # A difference of a softmax and labels is the gradient of a loss. The weights of
@@ -364,6 +367,15 @@ class Flow:
             normalized = lambda x: x._replace(normalized=True) if isinstance(x, Logits) else x
             return frozenset(map(normalized, labels))
         return labels
+
+
+def _are_scalars(equation: _programs.Equation) -> bool:
+    return all(math.prod(getattr(var.aval, "shape", (0,))) == 1 for var in equation.outvars)
+
+
+def _has_known_results(equation: _programs.Equation) -> bool:
+    """Returns True if each result of an equation is a known result of its jaxpr."""
+    return all(None not in inner.results for inner in _programs.inners(equation)[-1:])
 
 
 def _survives(cls: type, name: str) -> bool:

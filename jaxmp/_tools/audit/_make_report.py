@@ -132,8 +132,10 @@ def make_report(
         compilation = _hlo_stats.read_program(compiled, names, auditor.root, *flags)
         lines = auditor.fp8.items()
         fp8 = {(module_of(names), phase, *line): dtype for (names, phase, line), dtype in lines}
-        facts = tuple(findings), fp8, _fsdp_axes(compiled, traced), compiled.chip
-        program = _check_compiled.CompiledProgram(compilation, *facts, traced.nnx_count)
+        axes = _fsdp_axes(compiled, traced)
+        program = _check_compiled.CompiledProgram(
+            compilation, tuple(findings), fp8, axes, compiled.chip, traced.nnx_count
+        )
         findings += [f for function in _checks.ON_COMPILED for f in function(program, auditor)]
         rows = compilation._asdict() | {"gpu": _gpu_text(compiled)}
         del rows["origins"]

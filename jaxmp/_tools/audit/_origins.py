@@ -324,7 +324,7 @@ def _is_widened(op: OpOccurrence) -> bool:
         if None in consumers:
             return False
         readers = [
-            op.made(e) for e in consumers if _is_forward(e) and _programs.call_site(e) != site
+            op.sibling(e) for e in consumers if _is_forward(e) and _programs.call_site(e) != site
         ]
         if not readers:
             return False
@@ -358,11 +358,11 @@ def _rounded_by(op: OpOccurrence, through: frozenset[str] = _ELEMENTWISE) -> lis
         is_entry = name not in _MOVES and not all(_is_computed(v, origin.body) for v in inputs)
         if is_cast or is_made or (is_entry and is_elementwise and inputs):
             origins.append(origin)
-        # A sum that computes in FP32 reads squares in 16 bits.
-        inputs = [] if is_cast else inputs
-        if through is SUMS:
-            inputs = [v for v in maker.invars if not _programs.is_literal(v)]
-        waiting += [(v, origin) for v in inputs if is_elementwise]
+        if through is SUMS and is_elementwise:
+            # A sum that computes in FP32 reads squares in 16 bits.
+            waiting += [(v, origin) for v in maker.invars if not _programs.is_literal(v)]
+        elif is_elementwise and not is_cast:
+            waiting += [(v, origin) for v in inputs]
     return origins
 
 
@@ -378,7 +378,7 @@ def _makers(waiting: list[tuple[_programs.Atom, OpOccurrence]]) -> Iterator[OpOc
         maker = within.body.maker(var)
         if maker is not None and var not in seen:
             seen.add(var)
-            yield within.made(maker)
+            yield within.sibling(maker)
 
 
 def _through_calls(var: _programs.Atom, op: OpOccurrence) -> tuple[_programs.Atom, OpOccurrence]:

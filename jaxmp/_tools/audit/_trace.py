@@ -136,9 +136,13 @@ class Traced:
     @functools.cached_property
     def _returned_by(self) -> Callable[[Any], list[Any]]:
         """Equation -> its jaxpr, and result of the equation -> result of the jaxpr."""
-        pairs = lambda inner: zip(inner.results, inner.jaxpr.outvars, strict=True)
-        last = lambda equation: _programs.inners(equation)[-1:]
-        return functools.cache(lambda e: [(i.jaxpr, dict(pairs(i))) for i in last(e)])
+
+        def returned_by(equation: _programs.Equation) -> list[Any]:
+            last = _programs.inners(equation)[-1:]
+            results = lambda inner: zip(inner.results, inner.jaxpr.outvars, strict=True)
+            return [(inner.jaxpr, dict(results(inner))) for inner in last]
+
+        return functools.cache(returned_by)
 
     def maker_of(self, result: _programs.Atom, findings: PendingFindings) -> OpOccurrence | None:
         """Returns the operation that computes a result, inside of the calls that return it."""
@@ -207,9 +211,10 @@ def trace(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any])
     leaves = _roles.leaves_with_roles((args, kwargs))
     numbers = [n for n, leaf in enumerate(leaves) if _is_number_of_state(fn, leaf)]
     try:
-        # A function may require such a number while it is traced, as that of its layers.
-        with contextlib.suppress(*(TypeError, ValueError, OverflowError) if numbers else ()):
-            return _trace(fn, args, kwargs, leaves, numbers)
+        if numbers:
+            # A function may require such a number while it is traced, as that of its layers.
+            with contextlib.suppress(TypeError, ValueError, OverflowError):
+                return _trace(fn, args, kwargs, leaves, numbers)
         return _trace(fn, args, kwargs, leaves, [])
     except Exception as error:
         # Flax, which has this error, is an optional dependency.

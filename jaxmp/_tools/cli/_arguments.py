@@ -107,7 +107,7 @@ StepArgument = Annotated[
 
 
 def document(function: Callable[..., Any]) -> str:
-    """Returns the help of a command, and adds that of its options: its docstring and `Args:`."""
+    """Returns the docstring of a command before `Args:`, and gives its options the help in them."""
     help_, _, rest = inspect.cleandoc(function.__doc__ or "").partition("\nArgs:\n")
     entries = re.findall(r"^  (\w+): (.+?)(?=\n  \w|\Z)", rest, re.DOTALL | re.MULTILINE)
     for name, text in entries:
@@ -227,7 +227,7 @@ def split_numbers(text: str, option: str, example: str = "h100=2.5") -> dict[str
 
 
 def split_values(text: str | None) -> Any:
-    """Returns numbers, booleans and words; "largest" is not a list."""
+    """Returns the items of a list as numbers, booleans or text; None and "largest" stay as is."""
     named: dict[str, Any] = {"true": True, "false": False}
     items = [named.get(x, int(x) if x.isdecimal() else x) for x in split_items(text or "")]
     return text if text in (None, "largest") else items
@@ -248,12 +248,16 @@ def call(description: str, function: Callable[[], T]) -> T:
     except JaxmpError:
         raise
     except (Exception, SystemExit) as error:
-        others = (os.path.dirname(jaxmp.__file__), "<", sys.prefix, sys.base_prefix)
-        frames = traceback.extract_tb(error.__traceback__)
-        own = [frame for frame in frames if not frame.filename.startswith(others)]
-        text = f"{description} raised {type(error).__name__}: {error}"
-        text += f" ({os.path.basename(own[-1].filename)}, line {own[-1].lineno})" if own else ""
+        text = f"{description} raised {type(error).__name__}: {error}{_user_line(error)}"
         raise JaxmpError(text) from error
+
+
+def _user_line(error: BaseException) -> str:
+    """Returns the file and line of the last frame in the user's own code; "" if there is none."""
+    others = (os.path.dirname(jaxmp.__file__), "<", sys.prefix, sys.base_prefix)
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if not frame.filename.startswith(others)]
+    return f" ({os.path.basename(own[-1].filename)}, line {own[-1].lineno})" if own else ""
 
 
 def make_step(name: str, example: str, *argument: object, least: int = 1) -> tuple[Any, ...]:
@@ -354,7 +358,8 @@ def check_outputs(command: str, parameters: Mapping[str, object]) -> None:
       JaxmpError: if an output is a directory, or its directory does not exist or is not writable;
         if it would replace an input, another result, or any file but an earlier result.
     """
-    outputs = {x: str(parameters[x]) for x in ("json", "html") if parameters.get(x) is not None}
+    passed = {name: value for name, value in parameters.items() if value is not None}
+    outputs = {name: str(passed[name]) for name in ("json", "html") if name in passed}
     used: dict[str, str] = {}
     inputs = [value for name, value in parameters.items() if name not in outputs]
     lists = (value if isinstance(value, list) else [value] for value in inputs)
@@ -365,8 +370,8 @@ def check_outputs(command: str, parameters: Mapping[str, object]) -> None:
     for name, file in outputs.items():
         path = os.path.realpath(file)
         target = file if os.path.exists(file) else os.path.dirname(path)
-        is_file = file and not os.path.islink(path) and not os.path.isdir(file)
-        if file != "-" and not (is_file and os.access(target, os.W_OK)):
+        may_be_file = file and not os.path.islink(path) and not os.path.isdir(file)
+        if file != "-" and not (may_be_file and os.access(target, os.W_OK)):
             raise JaxmpError(
                 f"{file!r} cannot be written. Name a file in a directory that exists, and that this"
                 " user may write to."

@@ -293,8 +293,9 @@ class Watcher:
     def _check_recipes(self) -> None:
         names = list(dict.fromkeys(self.recipes))
         if len(names) != 1:
-            called = f"calls jaxmp.load_recipe for {', '.join(names)}"
-            called = called if names else "does not call jaxmp.load_recipe"
+            called = "does not call jaxmp.load_recipe"
+            if names:
+                called = f"calls jaxmp.load_recipe for {', '.join(names)}"
             raise AuditError(
                 f"the script {called}, and a plan replaces the one recipe that a script loads. Pass"
                 " a function that takes the recipe instead:\n    def make_step(recipe):\n"

@@ -7,7 +7,6 @@ describes the change in words.
 from __future__ import annotations
 
 import ast
-import contextlib
 import inspect
 import sys
 from collections.abc import Mapping
@@ -175,13 +174,19 @@ def arguments_of(node: ast.Call, name: str, row: Function) -> list[ast.expr]:
     """
     if any(isinstance(argument, ast.Starred) for argument in node.args):
         return []
+    names = dict(enumerate(_parameters_of(name)))
+    passed = dict(enumerate(node.args)) | {k.arg: k.value for k in node.keywords}
+    keys = (position if position in passed else names.get(position) for position in row.arrays)
+    return [passed[key] for key in keys if key in passed]
+
+
+def _parameters_of(name: str) -> list[str]:
+    """Returns the names of a function's parameters; none if it is not imported."""
     module, _, attributes = name.partition(".")
     function: Any = sys.modules.get(module)
     for attribute in attributes.split("."):
         function = getattr(function, attribute, None)
-    names = dict[int, str]()
-    with contextlib.suppress(TypeError, ValueError):
-        names = dict(enumerate(inspect.signature(function).parameters))
-    passed = dict(enumerate(node.args)) | {k.arg: k.value for k in node.keywords}
-    keys = (position if position in passed else names.get(position) for position in row.arrays)
-    return [passed[key] for key in keys if key in passed]
+    try:
+        return list(inspect.signature(function).parameters)
+    except (TypeError, ValueError):
+        return []

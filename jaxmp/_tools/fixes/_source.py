@@ -209,8 +209,9 @@ def _text(file: str) -> str:
     return "".join(linecache.getlines(file))
 
 
-def _parsed(file: str, *place: int | None) -> ast.expr | None:
-    line, end_line, start, end = place
+def _parsed(
+    file: str, line: int | None, end_line: int | None, start: int | None, end: int | None
+) -> ast.expr | None:
     if line is None or end_line is None or start is None or end is None:
         return None
     lines = [linecache.getline(file, n).encode() for n in range(line, end_line + 1)]

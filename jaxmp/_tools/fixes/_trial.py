@@ -101,8 +101,10 @@ def with_edits(fix: str, before: Edits, after: Edits) -> str:
     """Returns a printed fix with other edits of the same expressions."""
     for edit in sorted(before - after):
         new = next(e.code for e in after if e[:5] == edit[:5])
-        changed = fix.replace(f"    {edit.code}", f"    {new}")
-        fix = _without(fix, edit.code) if new == edit.old else changed
+        if new == edit.old:
+            fix = _without(fix, edit.code)
+        else:
+            fix = fix.replace(f"    {edit.code}", f"    {new}")
     return fix
 
 
@@ -216,6 +218,11 @@ def _of_modules(files: set[str]) -> Iterator[object]:
         waiting = [each for key, each in referents.items() if key not in seen]
 
 
+def _lines(code: types.CodeType) -> set[int]:
+    """Returns the lines of a code object and of those inside of it."""
+    return {line for each in _codes(code) for *_, line in each.co_lines() if line is not None}
+
+
 def _replaceable(functions: list[types.FunctionType]) -> dict[tuple[str, int], list[bool]]:
     """Returns for each line whether the functions that contain it have the text of the file."""
     lines: dict[tuple[str, int], list[bool]] = {}
@@ -224,7 +231,7 @@ def _replaceable(functions: list[types.FunctionType]) -> dict[tuple[str, int], l
     for code in {id(function.__code__): function.__code__ for function in functions}.values():
         of_file = codes[code.co_filename]
         is_same = _counterpart(code, of_file, of_file) is not None
-        for line in {line for c in _codes(code) for *_, line in c.co_lines() if line is not None}:
+        for line in _lines(code):
             lines.setdefault((code.co_filename, line), []).append(is_same)
     return lines
 

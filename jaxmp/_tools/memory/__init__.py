@@ -128,14 +128,16 @@ class MemoryEstimate(Report):
 
     def _verdict(self) -> _section.Section:
         text, usable = _section.bytes_text, _section.bytes_text(self.usable)
-        left, lack = text(self.usable - self.most), text(self.least - self.usable)
-        lack += " or more" * (not self.compiler)
-        fits = {
-            True: f"It fits in {self.target}, and leaves {left} of the usable {usable}.",
-            None: f"It may fit in {self.target}, of which {usable} are usable.",
-            False: f"It does not fit in {self.target}: it lacks {lack} beside the usable {usable}.",
-        }[self.fits]
-        fits = fits if self.target else "The bytes are those of one device."
+        if not self.target:
+            fits = "The bytes are those of one device."
+        elif self.fits:
+            left = text(self.usable - self.most)
+            fits = f"It fits in {self.target}, and leaves {left} of the usable {usable}."
+        elif self.fits is None:
+            fits = f"It may fit in {self.target}, of which {usable} are usable."
+        else:
+            lack = text(self.least - self.usable) + " or more" * (not self.compiler)
+            fits = f"It does not fit in {self.target}: it lacks {lack} beside the usable {usable}."
         if self.preallocates:
             fits += f" JAX uses {self.share:.0%} of {text(self.memory)};"
             fits += " XLA_PYTHON_CLIENT_MEM_FRACTION sets the share."

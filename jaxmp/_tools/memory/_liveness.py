@@ -25,7 +25,7 @@ from jaxmp._programs import Form, Inner
 # Axes of the mesh that divide an array; None for one that depends on no argument, such as zeros,
 # which XLA divides like the arrays that they are combined with.
 Axes: TypeAlias = frozenset[str] | None
-_NONE = frozenset[Any]()
+_NO_AXES = frozenset[Any]()
 
 # Operations whose results are the same arrays in memory. Matmuls read transposed operands.
 _VIEWS = frozenset(
@@ -33,10 +33,11 @@ _VIEWS = frozenset(
     | {"bitcast_convert_type", "optimization_barrier", "transpose"}
 )
 _PLACEMENTS = ("reshard", "sharding_constraint")
-# Beginnings of kernels that compute their operands themselves, and of collectives.
-_KERNELS = ("reduce", "arg", "scatter", "cum", "dynamic_update_slice", "concatenate")
-_KERNELS += ("all_", "ppermute", "psum")
-# Other single results that libraries compute.
+# Prefixes of the primitives that are kernels: those that compute their operands themselves, and
+# collectives.
+_COMPUTES = ("reduce", "arg", "scatter", "cum", "dynamic_update_slice", "concatenate")
+_KERNELS = (*_COMPUTES, "all_", "ppermute", "psum")
+# Primitives with one result that libraries compute, which read their operands from memory.
 _LIBRARY = {
     *_programs.MATMULS,
     "cholesky",
@@ -74,7 +75,8 @@ class _Array:
     Args:
       size: bytes on each device.
       axes: those of tensor parallelism that divide it.
-      sources: the arrays that the kernels which read it compute it from; None if it is in memory.
+      sources: None for an array in memory; otherwise the arrays from which each of its readers
+        computes it.
     """
 
     def __init__(self, size: int, axes: Axes, sources: Sequence[_Array] | None = None) -> None:
@@ -82,6 +84,8 @@ class _Array:
 
 
 class _Kernel(NamedTuple):
+    """A kernel, the arrays in memory that it reads, and those that it writes."""
+
     reads: set[_Array]
     writes: list[_Array]
     is_library: bool = False
@@ -91,9 +95,9 @@ class _Kernel(NamedTuple):
 class Liveness(_programs.Forward):
     """Kernels of a program on one of its devices.
 
-    An array of the size of a parameter is divided as it is, and another one as the batch is. Axes
-    that divide parameters and not the batch, as in tensor parallelism, also divide the arrays to
-    which operations pass them.
+    An array with as many elements as a parameter is divided as the parameter is, and others as the
+    batch is. Axes that divide parameters and not the batch, as in tensor parallelism, also divide
+    the arrays to which operations pass them.
     """
 
     consequence = "the memory of the operations inside is not counted"
@@ -112,8 +116,8 @@ class Liveness(_programs.Forward):
         self._devices = dict(collections.ChainMap(*(each.mesh.shape for each in shardings)))
         self._parameters = {each.array.size: each.parts for each in parameters}
         self._batch = max((each.parts for each in inputs), default=1)
-        of_inputs = _NONE.union(*(_axes_of(each.sharding) for each in inputs))
-        self._axes = _NONE.union(*(_axes_of(each.sharding) for each in parameters)) - of_inputs
+        of_inputs = _NO_AXES.union(*(_axes_of(each.sharding) for each in inputs))
+        self._axes = _NO_AXES.union(*(_axes_of(each.sharding) for each in parameters)) - of_inputs
         self._arguments = [
             _Array(each.bytes, _axes_of(each.sharding) & self._axes) for each in arguments
         ]
@@ -139,17 +143,19 @@ class Liveness(_programs.Forward):
             inner.form is Form.BRANCH or (inner.is_loop and inner.length != 1) for inner in inside
         )
         if inside and not is_apart:
-            own = self._on_shards() if inside[0].form is Form.SHARDS else self
-            return own.enter(equation, operands, frame)
-        axes, below = [self._axes_of_result(equation, operands)] * len(equation.outvars), 0
+            analysis = self._on_shards() if inside[0].form is Form.SHARDS else self
+            return analysis.enter(equation, operands, frame)
+        axes = [self._axes_of_result(equation, operands)] * len(equation.outvars)
+        below = 0  # bytes that the jaxprs inside require
         if name in _VIEWS or (name in _PLACEMENTS and axes[0] == operands[0].axes):
             return operands
         for inner in inside:
-            own, size = self._measure_inside(inner, operands)
-            axes, below = own if len(own) == len(axes) else axes, max(below, size)
+            axes_inside, size = self._measure_inside(inner, operands)
+            axes = axes_inside if len(axes_inside) == len(axes) else axes
+            below = max(below, size)
         is_summed = not is_apart and name not in _programs.MATMULS
-        pairs = zip(equation.outvars, axes, strict=True)
-        results = [_Array(self._size(var.aval, own, is_summed), own) for var, own in pairs]
+        rows = zip(equation.outvars, axes, strict=True)
+        results = [_Array(self._size(var.aval, each, is_summed), each) for var, each in rows]
         is_library = is_apart or name in _LIBRARY or "attention" in name
         for operand in operands if is_library else ():
             # XLA makes constants, such as the zeros of a sum, in place.
@@ -186,17 +192,17 @@ class Liveness(_programs.Forward):
         """Returns the axes that an operation passes from its operands to its results."""
         name, axes = equation.primitive.name, [operand.axes for operand in operands]
         sharding = _programs.sharding_of_result(equation) if name in _PLACEMENTS else None
-        # One that leaves dimensions to XLA keeps the axes.
+        # A constraint that leaves dimensions to XLA keeps the axes.
         if isinstance(sharding, NamedSharding) and PartitionSpec.UNCONSTRAINED not in sharding.spec:
             return _axes_of(sharding) & self._axes
         has_batch = name == "dot_general" and bool(_programs.dot_of(equation).batch[0])
         if name in _programs.MATMULS and not has_batch:
             # If they divide both operands, they divide the dimension that is summed.
-            return (axes[0] or _NONE) ^ (axes[1] or _NONE)
-        # An array into which updates are scattered, and the rows that indices choose.
+            return (axes[0] or _NO_AXES) ^ (axes[1] or _NO_AXES)
+        # A scatter passes the axes of the array that it updates, a gather those of its indices.
         known = axes[:1] if name.startswith("scatter") else axes[1:] if name == "gather" else axes
         known = [each for each in known if each is not None]
-        return _NONE.union(*known) if known else None
+        return _NO_AXES.union(*known) if known else None
 
     def _size(self, aval: Any, axes: Axes, is_summed: bool = True) -> int:
         """Returns the bytes of an array on each device.
@@ -204,11 +210,11 @@ class Liveness(_programs.Forward):
         Args:
           aval: its type.
           axes: those that divide it.
-          is_summed: False for an array that may be a gradient, which XLA sums over the batch, and
-            divides, after it is whole.
+          is_summed: False for an array that may be a gradient: XLA computes it whole, and then sums
+            it over the batch and divides it.
         """
         shape, size = getattr(aval, "shape", ()), getattr(aval, "size", 0)
-        axes = self._passed.get(shape, _NONE) if axes is None else axes
+        axes = self._passed.get(shape, _NO_AXES) if axes is None else axes
         self._passed[shape] = axes
         parts = math.prod(self._devices[axis] for axis in axes)
         if size not in self._parameters:
@@ -220,8 +226,9 @@ class Liveness(_programs.Forward):
     def _peak(self, results: list[_Array]) -> int:
         """Returns the most bytes of the arrays of all kernels that exist at once."""
         first = {array: n for n, each in enumerate(self._kernels) for array in each.writes}
-        # A kernel that is no library writes into an operand that nothing else reads, and one of
-        # results runs when its operands exist.
+        # A kernel other than a library call writes into the memory of an operand that nothing else
+        # reads, so that the operand exists until the kernel before. A result without a kernel is
+        # computed as soon as its operands exist.
         readers = [(each.reads, n - (not each.is_library)) for n, each in enumerate(self._kernels)]
         for reads in map(_in_memory, ([result] for result in results)):
             readers.append((reads, max((first.get(array, 0) for array in reads), default=0)))

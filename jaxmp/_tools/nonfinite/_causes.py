@@ -25,8 +25,10 @@ _EXPONENTIALS = frozenset({"exp", "exp2", "expm1", "sinh", "cosh"})
 _ROOTS = frozenset({"sqrt", "rsqrt", "pow", "cbrt"})
 _IN_ONE = "Compute these steps in one function, which is finite"
 # `scale_by_*` of optax -> the optimizer with its epsilon as an argument.
-_OPTIMIZERS = {"belief": "adabelief", "rms": "rmsprop", "stddev": "rmsprop", "rss": "adagrad"}
-_OPTIMIZERS |= {n: n for n in ("adam", "amsgrad", "adamax", "adan", "novograd", "yogi", "radam")}
+_OPTIMIZERS = {
+    **{n: n for n in ("adam", "amsgrad", "adamax", "adan", "novograd", "yogi", "radam")},
+    **{"belief": "adabelief", "rms": "rmsprop", "stddev": "rmsprop", "rss": "adagrad"},
+}
 
 
 class NonfiniteCause(NamedTuple):
@@ -264,6 +266,13 @@ def _of_root(e: NonfiniteEvidence, name: str, message: str) -> NonfiniteCause:
     return e.cause(name, message, "Keep the operand positive", code)
 
 
+def _optimizer_of(e: NonfiniteEvidence) -> str:
+    """Returns the optimizer of optax that contains the operation, such as "adam"."""
+    functions = (frame.function_name.partition(".")[0] for frame in e.frames)
+    scales = (name.removeprefix("scale_by_") for name in functions)
+    return next((_OPTIMIZERS[scale] for scale in scales if scale in _OPTIMIZERS), "adam")
+
+
 def _quotient(e: NonfiniteEvidence) -> NonfiniteCause | None:
     if e.op.name not in ("div", "rem", "integer_pow"):
         return None
@@ -286,11 +295,8 @@ def _quotient(e: NonfiniteEvidence) -> NonfiniteCause | None:
             "The optimizer divides by the root of a second moment that is zero, and its epsilon is "
             "zero in this dtype."
         )
-        names = (each.function_name.partition(".")[0] for each in e.frames)
-        scales = (name.removeprefix("scale_by_") for name in names)
-        name = next((_OPTIMIZERS[name] for name in scales if name in _OPTIMIZERS), "adam")
         fix = f"Set an epsilon that is a normal number of {row.dtype}:\n"
-        fix += f"    tx = optax.{name}(learning_rate, eps={max(1e-8, least):g})"
+        fix += f"    tx = optax.{_optimizer_of(e)}(learning_rate, eps={max(1e-8, least):g})"
         return NonfiniteCause("optimizer_epsilon", message, fix)
     message = f"{row.zero:.1%} of the denominators are zero; they are {_range(row)}."
     code = _domains.divided(old)

@@ -356,7 +356,11 @@ def _roots(walk: Walk) -> list[Variable]:
 
 def _values_of_loss(walk: Walk) -> list[Variable]:
     """Returns the values inside of differentiated functions that are not finite."""
-    return _broken(walk, lambda _, equation, at: equation.outvars if at.differentiated else [])
+
+    def inside(_: Region, equation: Any, location: _programs.Location) -> list[Any]:
+        return equation.outvars if location.differentiated else []
+
+    return _broken(walk, inside)
 
 
 def _unused_results(walk: Walk) -> list[Variable]:
@@ -380,8 +384,8 @@ def _broken(walk: Walk, choose: Callable[..., list[Any]]) -> list[Variable]:
       choose: (region, equation, location) -> variables.
     """
     values = []
-    for region, *equation in walk.recorded.equations():
-        chosen = choose(region, *equation)
+    for region, equation, location in walk.recorded.equations():
+        chosen = choose(region, equation, location)
         for at in walk.recorded.positions(region) if chosen else ():
             values += [Variable(region, at, var) for var in chosen]
     return list(filter(walk.code, values))

@@ -98,9 +98,12 @@ class StatsReport(Report):
             text = f"report.tensors has {more} more." if more else ""
             names = list(dict.fromkeys(name for row in rows for name in row.formats))
             columns = ("", "largest", "rms", *(name.removeprefix("float8_") for name in names))
-            is_bad = any(row.nonfinite for row in rows)
-            columns += ("nan/inf",) * is_bad
-            cells = tuple(_cells(row, names)[: len(columns)] for row in rows[: len(rows) - more])
+            rows = rows[: len(rows) - more]
+            cells = tuple(_cells(row, names) for row in rows)
+            if any(row.nonfinite for row in rows):
+                columns += ("nan/inf",)
+                shares = (share_text(row.nonfinite) for row in rows)
+                cells = tuple((*own, share) for own, share in zip(cells, shares, strict=True))
             sections.append(Section(kind.replace("_", " ").capitalize(), text, columns, cells))
         return sections
 
@@ -183,8 +186,7 @@ def _cells(row: TensorRow, names: list[str]) -> tuple[str, ...]:
     if row.nonfinite == 1:
         # No element has a magnitude, or a loss.
         losses, numbers = {}, ("", "")
-    parts = [*numbers, *(losses.get(name, "") for name in names), share_text(row.nonfinite)]
-    return (module_text(row.name), *parts)
+    return (module_text(row.name), *numbers, *(losses.get(name, "") for name in names))
 
 
 # ---------------------------------------------------------------------------

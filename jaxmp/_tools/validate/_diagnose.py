@@ -438,15 +438,16 @@ def find_origin(modules: Sequence[_rows.ModuleRow]) -> _rows.ErrorOrigin:
     trained = [row for row in rows if row.gradient_error is not None]
     backward = max(trained, key=lambda row: row.gradient_error or 0.0, default=None)
     name = lambda row: "" if row is None else module_text(row.module)
-    texts = [
-        f"{text} {name(row)} ({to}{_rows.percent(getattr(row, field) or 0.0)})"
-        for row, text, to, field in (
-            (first, "The error first appears in the output of", "", "activation_error"),
-            (growth, f"it grows by a factor of {factor:.3g} in", "to ", "activation_error"),
-            (backward, "the gradient with the largest error is that of", "", "gradient_error"),
-        )
-        if row is not None
-    ]
+    texts = []
+    if first is not None:
+        size = _rows.percent(first.activation_error or 0.0)
+        texts.append(f"The error first appears in the output of {name(first)} ({size})")
+    if growth is not None:
+        size = _rows.percent(growth.activation_error or 0.0)
+        texts.append(f"it grows by a factor of {factor:.3g} in {name(growth)} (to {size})")
+    if backward is not None:
+        size = _rows.percent(backward.gradient_error or 0.0)
+        texts.append(f"the gradient with the largest error is that of {name(backward)} ({size})")
     return _rows.ErrorOrigin(
         forward=name(first),
         growth=name(growth),

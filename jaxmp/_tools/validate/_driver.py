@@ -68,6 +68,11 @@ class Settings(NamedTuple):
     plan: _report.ValidationReport
     earlier: _report.ValidationReport = _report.ValidationReport()
 
+    @property
+    def candidates(self) -> list[str]:
+        """Names of the candidates."""
+        return list(self.budgets)
+
 
 def run_validation(
     make_run: _run.MakeRun, settings: Settings, on_run: OnRun, on_step: OnStep
@@ -103,7 +108,7 @@ def _make_partial(
     return dataclasses.replace(
         report,
         runs=tuple(runs),
-        unfinished=tuple(name for name in settings.budgets if name not in results),
+        unfinished=tuple(name for name in settings.candidates if name not in results),
         notes=(note, *report.notes)[not note :],
     )
 
@@ -111,11 +116,11 @@ def _make_partial(
 def _make_report(settings: Settings, results: Mapping[str, Trained]) -> _report.ValidationReport:
     """Compares the candidates of `results` with the reference."""
     reference = results[settings.plan.reference]
-    names = [name for name in settings.budgets if name in results]
+    names = [name for name in settings.candidates if name in results]
     for name in names:
         _check_data(reference.records, results[name].records)
     trained = [record for name in names for record in results[name].records]
-    budgets, count = list(settings.budgets.values()), len(settings.budgets)
+    budgets, count = list(settings.budgets.values()), len(settings.candidates)
     metrics = _budget.choose_metrics(reference.records, trained, settings.directions, budgets)
     training = _budget.choose_training(reference.records, trained, budgets)
     candidates = [
@@ -181,6 +186,24 @@ def _notes(
         )
 
 
+class _PhaseComparison(NamedTuple):
+    """Comparison of the steps of one phase.
+
+    Args:
+      decisive: the comparison that decides its verdict.
+      figures: the comparisons that have no interval.
+      trained: the runs of the candidate in this phase.
+    """
+
+    decisive: _rows.Comparison
+    figures: list[_rows.Comparison]
+    trained: Trained
+
+    @property
+    def name(self) -> str:
+        return self.trained.phases[0].name
+
+
 def _compare(
     settings: Settings,
     reference: Trained,
@@ -199,31 +222,21 @@ def _compare(
       name: the candidate.
     """
     budget, records = settings.budgets[name], (reference.records, candidate.records)
-    shared = (metrics, budget, scale, len(settings.budgets))
+    shared = (metrics, budget, scale, len(settings.candidates))
     checks, pairs, power = compare_metrics(*records, *shared)
-    unit = scale.unit if scale.scale == "absolute" else 0.0
-    figures: list[_rows.Comparison] = []
-    # What decides in each phase, and its runs.
-    parts: list[tuple[_rows.Comparison, Trained]] = []
-    for phase, audit in zip(candidate.phases, candidate.audits, strict=True):
-        first, second = (list(map(phase.record_of, each)) for each in records)
-        result = phase.differences_of(candidate.result)
-        training = compare_training(first, second, scale)
-        result = dataclasses.replace(result, origin=find_origin(result.modules), training=training)
-        steps = (phase.stop - phase.start) * len(second)
-        own = compare_figures(result.gradients, training, budget, steps, unit)
-        figures += own
-        decisive = overall([*compare_metrics(first, second, *shared)[0], *own])
-        trained = candidate._replace(records=second, result=result, phases=[phase], audits=[audit])
-        parts.append((decisive, trained))
+    parts = [
+        _compare_phase(number, reference, candidate, shared)
+        for number in range(len(candidate.phases))
+    ]
     # Each figure is that of the phase in which it is worst.
-    checks += map(overall, grouped(figures, lambda each: each.name).values())
-    decisive, worst = overall(checks), overall([each for each, _ in parts])
-    trained = next(trained for each, trained in parts if each is worst)
+    figures = grouped([each for part in parts for each in part.figures], lambda each: each.name)
+    checks += map(overall, figures.values())
+    decisive, worst = overall(checks), overall([part.decisive for part in parts])
+    worst_part = next(part for part in parts if part.decisive is worst)
     is_failed = decisive.verdict in (_rows.FAIL, _rows.DIFFERS)
-    causes = diagnose(trained, budget.gradient) if is_failed else ()
+    causes = diagnose(worst_part.trained, budget.gradient) if is_failed else ()
     phases = parts if len(parts) > 1 else []
-    where = trained.phases[0].name if phases and decisive.verdict != _rows.PASS else ""
+    where = worst_part.name if phases and decisive.verdict != _rows.PASS else ""
     return dataclasses.replace(
         candidate.result,
         name=name,
@@ -232,12 +245,41 @@ def _compare(
         headline=_headline(name, where, decisive, causes),
         causes=causes,
         checks=tuple(checks),
-        phases=tuple(dataclasses.replace(each, name=own.phases[0].name) for each, own in phases),
+        phases=tuple(dataclasses.replace(part.decisive, name=part.name) for part in phases),
         pairs=tuple(pairs),
         power=power,
-        origin=trained.result.origin,
+        origin=worst_part.trained.result.origin,
         training=compare_training(*records, scale),
     )
+
+
+def _compare_phase(
+    number: int,
+    reference: Trained,
+    candidate: Trained,
+    shared: tuple[Sequence[_rows.MetricChoice], _budget.Budget, _rows.MetricChoice, int],
+) -> _PhaseComparison:
+    """Compares one phase of a candidate with the same steps of the reference.
+
+    Args:
+      number: the phase.
+      reference, candidate: the whole runs.
+      shared: further arguments of `compare_metrics`.
+    """
+    (_, budget, scale, _), phase = shared, candidate.phases[number]
+    first, second = (
+        list(map(phase.record_of, each)) for each in (reference.records, candidate.records)
+    )
+    result = phase.differences_of(candidate.result)
+    training = compare_training(first, second, scale)
+    result = dataclasses.replace(result, origin=find_origin(result.modules), training=training)
+    steps = (phase.stop - phase.start) * len(second)
+    unit = scale.unit if scale.scale == "absolute" else 0.0
+    figures = compare_figures(result.gradients, training, budget, steps, unit)
+    decisive = overall([*compare_metrics(first, second, *shared)[0], *figures])
+    audits = [candidate.audits[number]]
+    own = candidate._replace(records=second, result=result, phases=[phase], audits=audits)
+    return _PhaseComparison(decisive, figures, own)
 
 
 def _headline(
@@ -314,6 +356,7 @@ class _Trainer:
             _audit.audit(*runs[phase.start].audited, first.first, recipe=phase.recipe)
             for phase in phases
         ]
+        first_hashes = {n: hashes_of(run) for n, run in runs.items()}
         compiled: dict[str, Callable[..., Any]] = {}  # by the hash of a step or an evaluation
         probes = {start: _probe.make_probe(run) for start, run in runs.items()}
 
@@ -338,24 +381,30 @@ class _Trainer:
             else:
                 check_same_params(self._initial[seed], params, name, seed)
             self._on_run(f"{name}, seed {seed}")
-            hashes = {n: hashes_of(run) for n, run in own.items()}
+            hashes = first_hashes
+            if not is_first:
+                hashes = {n: hashes_of(run) for n, run in own.items()}
             # The first steps of later phases belong to the program.
-            traced = ", ".join(f"{n} " * (n > 0) + step for n, (step, _) in hashes.items())
+            traced = ", ".join(f"{n} " * (n > 0) + each.step for n, each in hashes.items())
             record, initial = finished.get(seed), f"{checksum(params):08x}"
             if record and (record.initial_checksum, record.program) == (initial, traced):
                 for _ in range(plan.steps):
                     self._on_step()
                 return record
-            programs = {n: compile_run(run, compiled, *hashes[n]) for n, run in own.items()}
+            programs = {n: compile_run(run, hashes[n], compiled) for n, run in own.items()}
             # Only the first seed is compared.
             compared = compare if is_first else lambda *_: None
             hooks = {"on_compare": compared, "on_step": self._on_step}
             record = train(name, seed, current, programs, plan, **hooks)
+            # Programs of this seed alone may contain large constants.
+            for own_hash in compiled.keys() - itertools.chain.from_iterable(first_hashes.values()):
+                del compiled[own_hash]
             return dataclasses.replace(record, initial_checksum=initial, program=traced)
 
+        records = []
         for seed in plan.seeds:
-            self.runs.append(train_one(seed))
-        records = self.runs[-len(plan.seeds) :]
+            records.append(train_one(seed))
+            self.runs.append(records[-1])
         if records[0] is finished.get(plan.seeds[0]):
             result = self._settings.earlier[name]
 

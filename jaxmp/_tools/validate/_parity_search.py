@@ -106,16 +106,16 @@ def find_cause(
       shift: number of positions by which the examples of serving are moved in the batch.
     """
     # The operations of an exported program cannot be changed.
-    is_fixed, serve_is_fixed = (
+    train_is_fixed, serve_is_fixed = (
         "call_exported" in _programs.primitives(each.closed) for each in (train, serve)
     )
     swapped = (serve, train), -shift, PROGRAM_NAMES[::-1]
-    if serve_is_fixed and not is_fixed:
+    if serve_is_fixed and not train_is_fixed:
         return _Search(*swapped).cause()
     search = _Search((train, serve), shift, PROGRAM_NAMES)
     cause, before = search.cause()
     is_done = cause is not None and cause.kind == "dtype"
-    if not is_done and search.is_coarser and not is_fixed:
+    if not is_done and search.is_coarser and not train_is_fixed:
         other, _ = _Search(*swapped).cause()
         cause = other if other is not None and other.kind == "dtype" else cause
     return cause, before
@@ -179,7 +179,7 @@ class _Search:
         with np.errstate(invalid="ignore"):
             return float(np.sum(np.abs(x - y)[used]) / max(x.size, 1))
 
-    def _walk(self, changes: Changes) -> tuple[list[_walk.ResultRecord], float]:
+    def _run_with(self, changes: Changes) -> tuple[list[_walk.ResultRecord], float]:
         """Returns the results of the second program with changes, and the mismatch."""
         records, outputs = _walk.walk(self.changed.closed, self.changed.arrays, changes)
         return records, self._mismatch(outputs)
@@ -222,7 +222,7 @@ class _Search:
             for n, part in zip(pair.serve, pair.split(whole), strict=True):
                 part = _walk.in_stored_dtype(part, serve[n].dtype)
                 forced[n] = _walk.Change(value=lambda _, part=part: part)
-        self._local, _ = self._walk(forced)
+        self._local, _ = self._run_with(forced)
         groups: dict[str, list[_Candidate]] = {}
         for pair in pairs:
             value = self._moved(pair.join([self._local[n].value for n in pair.serve]), -self.shift)
@@ -254,21 +254,17 @@ class _Search:
         only = self._only(unpaired, _sign)
         if not any(only):
             # Reductions of other numbers of elements, such as over another batch.
-            shapes = lambda record: [*map(np.shape, (*record.operands, record.value))]
             reductions = [
-                [n for n in indices if len({*shapes(run.records[n])}) > 1]
+                [n for n in indices if _changes_shape(run.records[n])]
                 for run, indices in zip(self.runs, unpaired, strict=True)
             ]
-            only = self._only(reductions, lambda r: (*_sign(r), *shapes(r)[:-1]))
+            only = self._only(reductions, lambda r: (*_sign(r), *map(np.shape, r.operands)))
         side, index = 1, pair.serve[0]
         if self._coarser(index) is None:
             if any(only):
                 side = 1 if only[1] else 0
-                # First one that computes, then a cast.
                 records = self.runs[side].records
-                moves = lambda n: records[n].primitive in _programs.MOVES
-                rank = lambda n: 1 if _is_cast(records[n]) else 2 * (not moves(n))
-                index = max(only[side], key=lambda n: (rank(n), n))
+                index = max(only[side], key=lambda n: (_rank(records[n]), n))
             else:
                 rounded = (n for n in nearest[1] if n in self._partner and self._coarser(n) == 1)
                 index = max(rounded, default=index)
@@ -297,7 +293,7 @@ class _Search:
     def _change(self, candidates: Sequence[_Candidate]) -> tuple[Changes, float]:
         """Returns the change of some candidates, and the mismatch with it."""
         changes = self._dtypes(candidates)
-        after = self._walk(changes)[1] if changes else self.before
+        after = self._run_with(changes)[1] if changes else self.before
         if after <= (1 - _SHARE) * self.before:
             return changes, after
         corrected: dict[int, _walk.Change] = {}
@@ -309,7 +305,7 @@ class _Search:
                 corrected[n] = _walk.Change(
                     value=lambda z, part=part, dtype=dtype: _walk.in_stored_dtype(z - part, dtype)
                 )
-        return corrected, self._walk(corrected)[1]
+        return corrected, self._run_with(corrected)[1]
 
     def _dtypes(self, candidates: Sequence[_Candidate]) -> Changes:
         """Returns the change of the operations in the candidates' groups to the first dtypes."""
@@ -346,18 +342,19 @@ class _Search:
         after: float,
         others: tuple[str, ...],
     ) -> ParityCause:
-        (pair, _, only, side, index), own = candidates[0], self.runs[candidates[0].side]
+        candidate = candidates[0]
+        own, index = self.runs[candidate.side], candidate.number
         file, line = own.records[index].line
-        self.is_coarser |= any(_is_cast(self.runs[0].records[n]) for n in only[0])
-        ends = pair.train, pair.serve[0]
-        if side == 1 and index in self._partner:
+        self.is_coarser |= any(_is_cast(self.runs[0].records[n]) for n in candidate.only[0])
+        ends = candidate.pair.train, candidate.pair.serve[0]
+        if candidate.side == 1 and index in self._partner:
             ends = self._partner[index], index
         texts = {}
-        for run, numbers, end in zip(self.runs, only, ends, strict=True):
+        for run, numbers, end in zip(self.runs, candidate.only, ends, strict=True):
             records = [run.records[n] for n in (*numbers, end)]
             operations = dict.fromkeys(f"{each.primitive} in {each.dtype}" for each in records)
             texts[run.name] = ", ".join(operations)
-        kind, fix = self._fix(candidates[0], changes)
+        kind, fix = self._fix(candidate, changes)
         return ParityCause(
             module=own.modules[index],
             operation=own.records[index].primitive,
@@ -427,6 +424,16 @@ def _computes(record: _walk.ResultRecord) -> bool:
     """Returns True for an operation that computes or rounds floats."""
     is_float = jnp.issubdtype(record.dtype, jnp.floating)
     return is_float and (record.primitive not in _walk.MOVES or _is_cast(record))
+
+
+def _changes_shape(record: _walk.ResultRecord) -> bool:
+    """Returns True if operands and result do not all have the same shape."""
+    return len({*map(np.shape, (*record.operands, record.value))}) > 1
+
+
+def _rank(record: _walk.ResultRecord) -> int:
+    """Returns the preference to report an operation: first one that computes, then a cast."""
+    return 1 if _is_cast(record) else 2 * (record.primitive not in _programs.MOVES)
 
 
 def _is_cast(record: _walk.ResultRecord) -> bool:

@@ -339,8 +339,8 @@ def _common(step: int, stage: str, x: np.ndarray, y: np.ndarray) -> Iterator[Pat
     if y.any() and difference(factor * x, y).error < _REST * min(abs(factor - 1), 1):
         text = f"{_SUBJECTS[stage]} {factor:.2g} times as large as in the reference, in the same "
         text += f"direction{_REASONS[stage]}"
-        error, id_ = min(error, 1.0), f"{stage}_factor"
-        yield Pattern(step=step, id=id_, text=text, error=error, factor=factor)
+        id_ = f"{stage}_factor"
+        yield Pattern(step=step, id=id_, text=text, error=min(error, 1.0), factor=factor)
         return
     top = float(np.max(np.abs(y), initial=0.0))
     is_clipped = (np.abs(y) >= (1 - _SAME) * top) & (np.abs(x) > (1 + _CHANGED) * top)
@@ -372,8 +372,9 @@ def _decayed(
     factor = float((y - x) @ params / (params @ params)) if params.any() else 0.0
     if factor and difference(factor * params, y - x).error < 2 * _REST:
         text = f"the update differs by {factor:.2g} times the parameters, as with another weight "
+        text += "decay"
         error = min(row.update_error, 1.0)
-        yield Pattern(step=row.step, id="weight_decay", text=f"{text}decay", error=error)
+        yield Pattern(step=row.step, id="weight_decay", text=text, error=error)
 
 
 def _unchanging(

@@ -41,7 +41,7 @@ class PureRun(NamedTuple):
       opt_state: arrays -> state of the optimizer, with its loss scale and skipped steps.
       state: arrays -> all other leaves by path, such as statistics, averages and moments.
       audited: the function to audit, and the objects that precede the batch in its arguments.
-      first: the first batch, with JAX arrays as leaves.
+      first: the first batch, with JAX arrays as leaves; `as_pure` adds it and `batches`.
       batches: all batches; they can be read once.
     """
 

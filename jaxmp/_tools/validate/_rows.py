@@ -361,16 +361,20 @@ def _figures(report: ValidationReport) -> Section:
         f"initial parameters and batches as {report.reference}. {report.metric.reason} "
         f"{report.test}"
     )
-    columns = (
-        ("candidate", lambda row: row[0]),
-        ("figure", lambda row: label(row[1].name)),
-        ("value", lambda row: _text(row[1], row[1].value, sign=row[1].name not in _ERRORS)),
-        ("95 % interval", lambda row: _interval_text(row[1])),
-        ("budget", lambda row: _text(row[1], row[1].budget, sign=False)),
-        ("verdict", lambda row: row[1].verdict),
+    rows = tuple(
+        (
+            candidate.name,
+            label(check.name),
+            _text(check, check.value, sign=check.name not in _ERRORS),
+            _interval_text(check),
+            _text(check, check.budget, sign=False),
+            check.verdict,
+        )
+        for candidate in report.candidates
+        for check in candidate.checks
     )
-    rows = [(each.name, check) for each in report.candidates for check in each.checks]
-    return table("Figures and budgets", rows, columns, text.strip())
+    columns = ("candidate", "figure", "value", "95 % interval", "budget", "verdict")
+    return Section("Figures and budgets", text.strip(), columns, rows)
 
 
 def label(name: str) -> str:
@@ -388,6 +392,7 @@ def figure_text(value: float, scale: str, *, sign: bool = True) -> str:
 
 
 def _text(comparison: Comparison, value: float, *, sign: bool = True) -> str:
+    """Returns a value of a comparison as text."""
     return figure_text(value, comparison.scale, sign=sign)
 
 

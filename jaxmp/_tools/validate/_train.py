@@ -32,7 +32,7 @@ class PhaseSteps(NamedTuple):
 
     def record_of(self, record: _rows.TrainingRecord) -> _rows.TrainingRecord:
         """Returns a record of the steps of the phase, with the evaluations until its end."""
-        steps, (start, stop) = slice(self.start, self.stop), self[2:]
+        start, stop, steps = self.start, self.stop, slice(self.start, self.stop)
         count = sum(step <= stop for step in record.eval_steps)
         return dataclasses.replace(
             record,
@@ -132,21 +132,33 @@ class StepRow(NamedTuple):
 
 
 class Program(NamedTuple):
-    """A compiled step, (arrays, batch) -> (arrays, `StepRow`), and the evaluation of its arrays."""
+    """A compiled step, which donates its arrays, and the evaluation of its arrays."""
 
-    advance: Callable[..., Any]
-    evaluate: Callable[..., Any]
+    advance: Callable[[_core.PyTree, _core.PyTree], tuple[_core.PyTree, StepRow]]
+    evaluate: Callable[[_core.PyTree], dict[str, _core.Array]]
+
+
+class Hashes(NamedTuple):
+    """Hashes of a traced run: runs with equal ones share a compiled program.
+
+    Args:
+      step: hash of the step.
+      evaluation: hash of the evaluation; "" if JAX cannot trace it.
+    """
+
+    step: str
+    evaluation: str
 
 
 def compile_run(
-    run: _pure.PureRun, compiled: dict[str, Callable[..., Any]], step: str, evaluation: str
+    run: _pure.PureRun, hashes: Hashes, compiled: dict[str, Callable[..., Any]]
 ) -> Program:
-    """Returns the programs of a run, of which those with equal hashes are compiled once.
+    """Returns the program of a run.
 
     Args:
-      run: the run. Its compiled step donates its arrays, and returns a `StepRow`.
-      compiled: hash -> program.
-      step, evaluation: the hashes of the run.
+      run: the run.
+      hashes: its hashes.
+      compiled: hash -> compiled step or evaluation; those of the run are added.
     """
 
     def advance(arrays: _core.PyTree, batch: _core.PyTree) -> tuple[_core.PyTree, StepRow]:
@@ -156,12 +168,12 @@ def compile_run(
         norm = jnp.float32(_NO_NORM) if result.grads is None else global_norm(result.grads)
         return new, StepRow(result.loss, norm, _pure.loss_scale_of(before), skipped)
 
-    if step not in compiled:
+    if hashes.step not in compiled:
         lowered = jax.jit(advance, donate_argnums=0).lower(run.arrays, run.first)
-        compiled[step] = lowered.compile()
-    if evaluation and evaluation not in compiled:
-        compiled[evaluation] = jax.jit(run.evaluate)
-    return Program(compiled[step], compiled.get(evaluation, run.evaluate))
+        compiled[hashes.step] = lowered.compile()
+    if hashes.evaluation and hashes.evaluation not in compiled:
+        compiled[hashes.evaluation] = jax.jit(run.evaluate)
+    return Program(compiled[hashes.step], compiled.get(hashes.evaluation, run.evaluate))
 
 
 def global_norm(tree: _core.PyTree) -> _core.Array:
@@ -171,13 +183,13 @@ def global_norm(tree: _core.PyTree) -> _core.Array:
     return jnp.sqrt(jnp.sum(jnp.stack(squares))) if squares else jnp.float32(0)
 
 
-def hashes_of(run: _pure.PureRun) -> tuple[str, str]:
-    """Returns the hashes of a traced step and of the evaluation, "" if JAX cannot trace it."""
+def hashes_of(run: _pure.PureRun) -> Hashes:
+    """Returns the hashes of a run."""
     try:
         evaluation = _hash(run.evaluate, run.arrays)
     except _UNTRACEABLE:
         evaluation = ""
-    return _hash(run.step, run.arrays, run.first), evaluation
+    return Hashes(_hash(run.step, run.arrays, run.first), evaluation)
 
 
 def _hash(function: Callable[..., _core.PyTree], *args: _core.PyTree) -> str:
