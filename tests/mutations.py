@@ -768,6 +768,15 @@ MUTATIONS = [
         ),
     ),
     Mutation(
+        "a device can skip the step of a parameter that all devices share",
+        "jaxmp/optim/_skip.py",
+        "        _check_devices_agree(first, params)\n",
+        "",
+        (
+            "test_skipped_steps.py::test_devices_that_could_skip_alone_are_an_error_and_its_fix_runs",
+        ),
+    ),
+    Mutation(
         "gradients are summed over devices instead of averaged",
         "jaxmp/_gradients/_evaluate.py",
         "combine = lax.pmean if sums.weight is None else lax.psum",
