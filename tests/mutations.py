@@ -772,6 +772,25 @@ MUTATIONS = [
         ("test_reduced_parameters.py::test_a_bad_loss_of_one_microbatch_poisons_all_gradients",),
     ),
     Mutation(
+        "a bad loss of one device poisons its copy of a summed gradient only",
+        "jaxmp/_gradients/_evaluate.py",
+        "return lax.psum(loss, tuple(axes)) if axes else loss",
+        "return loss",
+        (
+            "test_gradients.py::test_shard_map_returns_gradients_that_jax_sums_over_devices",
+            "test_gradients.py::test_one_bad_device_poisons_the_gradients_that_jax_sums",
+        ),
+    ),
+    Mutation(
+        "a device can skip the step of a parameter that all devices share",
+        "jaxmp/optim/_skip.py",
+        "        _check_devices_agree(first, params)\n",
+        "",
+        (
+            "test_skipped_steps.py::test_devices_that_could_skip_alone_are_an_error_and_its_fix_runs",
+        ),
+    ),
+    Mutation(
         "gradients are summed over devices instead of averaged",
         "jaxmp/_gradients/_evaluate.py",
         "combine = lax.pmean if sums.weight is None else lax.psum",

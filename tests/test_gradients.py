@@ -502,6 +502,51 @@ def test_shard_map_averages_once_and_in_fp32(getkey, microbatches):
     assert reductions and set(reductions) == {"f32"}
 
 
+def mean_of_devices(params, batch):
+    return jax.lax.pmean(loss_fn(params, batch), "d")
+
+
+@pytest.mark.parametrize("microbatches", [1, 2])
+@pytest.mark.parametrize("fn", [loss_fn, mean_of_devices])
+def test_shard_map_returns_gradients_that_jax_sums_over_devices(getkey, fn, microbatches):
+    """Without `axis_name`, `shard_map` knows which results have one value, as for `jax.grad`."""
+    params, batch = make(getkey())
+    mesh = Mesh(np.array(jax.devices()[:2]), ("d",), axis_types=(AxisType.Auto,))
+
+    def run(value_and_grad):
+        def step(params, batch):
+            loss, grads = value_and_grad(params, batch)
+            return (loss if fn is mean_of_devices else jax.lax.pmean(loss, "d")), grads
+
+        return jax.shard_map(step, mesh=mesh, in_specs=(P(), P("d")), out_specs=P())(params, batch)
+
+    expected = run(jax.value_and_grad(fn))
+    for guarded in (False, True):
+        options = {"loss_scale": 2.0**6, "guarded": guarded, "microbatches": microbatches}
+        assert_trees_close(run(jaxmp.value_and_grad(fn, **options)), expected, rtol=2e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("microbatches", [1, 2])
+@pytest.mark.parametrize("target", ["cpu", "gpu"])
+def test_one_bad_device_poisons_the_gradients_that_jax_sums(getkey, target, microbatches):
+    """Otherwise one device alone skips the step, and parameters differ between devices."""
+    params, (x, y) = make(getkey())
+    mesh = Mesh(np.array(jax.devices()[:2]), ("d",), axis_types=(AxisType.Auto,))
+
+    def fn(params, batch):
+        return loss_fn(params, (jnp.where(jnp.isfinite(batch[0]), batch[0], 0.0), batch[1])) + (
+            jax.lax.stop_gradient(batch[0]).sum()
+        )
+
+    run = jaxmp.value_and_grad(fn, microbatches=microbatches)
+    grads_of = lambda params, batch: jax.tree.map(lambda g: g[None], run(params, batch)[1])
+    sharded = jax.shard_map(grads_of, mesh=mesh, in_specs=(P(), P("d")), out_specs=P("d"))
+    with _compat.context(target=target):
+        grads = jax.jit(sharded)(params, (x.at[0, 0].set(jnp.inf), y))
+    poisoned = [np.isnan(g).any(axis=(1, 2)) for g in jax.tree.leaves(grads)]
+    assert np.any(poisoned, axis=0).all()
+
+
 def test_one_bad_device_poisons_all(getkey):
     params, (x, y) = make(getkey())
     run = jaxmp.value_and_grad(loss_fn, axis_name="d")

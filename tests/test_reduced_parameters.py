@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxmp
 from grids import fast_cases
+from jaxmp._core import _compat
 
 ROWS, WIDTH, PARTS = 16, 8, 2
 REDUCED = P(None, None, reduced={"data"})
@@ -37,7 +38,8 @@ def in_parts(loss_fn, **options):
 def carries(fn, *args):
     """Returns for each array that the last loop accumulates True if it is unreduced."""
     (*_, loop) = [e for e in jax.make_jaxpr(fn)(*args).eqns if e.primitive.name == "scan"]
-    return [bool(var.aval.sharding.spec.unreduced) for var in loop.outvars if var.aval.ndim]
+    carried = loop.outvars[: _compat.scan_counts(loop.params)[1]]
+    return [bool(var.aval.sharding.spec.unreduced) for var in carried]
 
 
 def assert_close(actual, expected, tolerance):

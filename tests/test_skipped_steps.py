@@ -215,6 +215,34 @@ def test_devices_agree_on_gradients_that_are_all_zero(skip):
         assert jaxmp.get_skip_stats(state).zero_gradients == zeros
 
 
+@pytest.mark.parametrize("recipe", ["fp16", "bf16_params"])
+def test_devices_that_could_skip_alone_are_an_error_and_its_fix_runs(recipe):
+    """By hand, `w` is split over the devices, and each of them has a copy of `b`."""
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    recipe = jaxmp.load_recipe(recipe)
+    params = {"w": jnp.ones(4), "b": jnp.ones(())}
+    spec = {"w": jax.P("data"), "b": jax.P()}
+    grads = {"w": jnp.array([1.0, 1.0, 1.0, jnp.inf]), "b": jnp.ones(())}
+
+    def run(tx, split=lambda tree: tree):
+        def step(params, grads):
+            params, grads = split((params, grads))
+            updates, _ = tx.update(grads, tx.init(params), recipe.cast_params(params))
+            return jax.tree.map(lambda leaf: leaf[None], updates)
+
+        out = jax.P("data")
+        return jax.shard_map(step, mesh=mesh, in_specs=(spec, spec), out_specs=out)(params, grads)
+
+    inner = optax.sgd(0.1)
+    with pytest.raises(jaxmp.errors.CompositionError, match=r"axis_name=\('data',\)"):
+        run(recipe.optimizer(inner))
+    updates = run(recipe.optimizer(inner, axis_name=("data",)))
+    assert not any(np.any(leaf) for leaf in jax.tree.leaves(updates))
+    # A device that trains alone skips alone.
+    updates = run(recipe.optimizer(inner), lambda tree: _compat.vary(tree, ("data",)))
+    assert updates["b"][0] != 0 and updates["b"][1] == 0
+
+
 def test_an_nnx_optimizer_reports_too():
     model = nnx.Linear(3, 2, rngs=nnx.Rngs(0))
     optimizer = jaxmp.nnx.Optimizer(model, jaxmp.load_recipe("bf16").optimizer(optax.sgd(0.1)))

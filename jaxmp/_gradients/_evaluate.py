@@ -125,9 +125,19 @@ def summed(array: Array) -> Array:
 
 def unscaled(sums: Sums, options: Options) -> Sums:
     """Divides gradients by the loss scale, in FP32. They are NaN if the loss is not finite."""
-    _, unscale = _cotangent_and_unscale(sums.loss, options)
+    _, unscale = _cotangent_and_unscale(_known_everywhere(sums.loss, sums.grads), options)
     grads = tuple(_overwritten.map_params(unscale, tree) for tree in sums.grads)
     return dataclasses.replace(sums, grads=grads)
+
+
+def _known_everywhere(loss: jax.Array, grads: PyTree) -> jax.Array:
+    """Sums a loss over the axes of `shard_map` over which JAX has summed one of its gradients.
+
+    Such a gradient has one value on all devices, so that it is NaN on all devices or on none.
+    """
+    shared = map(_compat.varying_axes, jax.tree.leaves(grads))
+    axes = _compat.varying_axes(loss) - frozenset.intersection(*shared)
+    return lax.psum(loss, tuple(axes)) if axes else loss
 
 
 def _cotangent_and_unscale(
@@ -255,16 +265,19 @@ def accumulate(
 
     mutables = None if options.mutable_argnum is None else args[options.mutable_argnum]
     xs = (jnp.arange(options.microbatches), rows)
-    zero = _zero_sums(args, options)
+    zero = _zero_gradients(args, options)
 
     def body(
-        carry: tuple[PyTree, Sums], xs: tuple[Array, dict[int, list[Array]]]
-    ) -> tuple[tuple[PyTree, Sums], PyTree]:
+        carry: tuple[PyTree, PyTree], xs: tuple[Array, dict[int, list[Array]]]
+    ) -> tuple[tuple[PyTree, PyTree], PyTree]:
         mutables, total = carry
         sums, mutables, aux = run_part(mutables, *xs)
-        return (mutables, _add(total, sums)), aux
+        weight = jnp.ones((), _core.FLOAT32) if sums.weight is None else sums.weight
+        # Whether the two scalars vary over devices is known only here, so no carry contains them.
+        return (mutables, _add(total, sums.grads)), (sums.loss, weight, aux)
 
-    (mutables, total), aux = lax.scan(body, (mutables, zero), xs)
+    (mutables, grads), (losses, weights, aux) = lax.scan(body, (mutables, zero), xs)
+    total = Sums(jnp.sum(losses), jnp.sum(weights), grads)
     if delays:
         total = unscaled(jax.tree.map(summed, total), options)
     return total, aux if options.mutable_argnum is None else (mutables, aux)
@@ -318,45 +331,41 @@ def _join(part: list[Array], whole: PyTree) -> PyTree:
     return jax.tree.map(lambda leaf: next(rows) if _has_rows(leaf) else leaf, whole)
 
 
-def _zero_sums(args: tuple[Any, ...], options: Options) -> Sums:
-    grads = tuple(
+def _zero_gradients(args: tuple[Any, ...], options: Options) -> tuple[Any, ...]:
+    return tuple(
         _overwritten.map_leaves(
             lambda leaf: _zero_gradient(jnp.asarray(leaf), options),
-            lambda leaf: jnp.full_like(leaf, -jnp.inf),
+            lambda leaf: _vary_like(jnp.full_like(leaf, -jnp.inf), leaf),
             args[i],
         )
         for i in options.argnums
     )
-    zero = Sums(jnp.zeros((), _core.FLOAT32), jnp.zeros((), _core.FLOAT32), grads)
-    axes = {*options.axes, *_compat.varying_axes(args)}
-    return _compat.vary(zero, tuple(axes)) if axes else zero
+
+
+def _vary_like(array: jax.Array, leaf: Array) -> jax.Array:
+    return _compat.vary(array, _compat.varying_axes(leaf))
 
 
 def _zero_gradient(leaf: jax.Array, options: Options) -> jax.Array:
     dtype = options.accumulate_dtype if _core.is_castable(leaf) else leaf.dtype
     axes = reduced_axes(leaf)
     if not axes:
-        return jnp.zeros_like(leaf, dtype=dtype)
+        return _vary_like(jnp.zeros_like(leaf, dtype=dtype), leaf)
     sharding = jax.typeof(leaf).sharding
     spec = PartitionSpec(*sharding.spec.partitions, unreduced=axes)
     return jax.reshard(jnp.zeros(leaf.shape, dtype), NamedSharding(sharding.mesh, spec))
 
 
-def _add(total: Sums, new: Sums) -> Sums:
-    """Adds the sums of one part; an unweighted part has weight 1."""
-    grads = tuple(
+def _add(total: tuple[Any, ...], new: tuple[Any, ...]) -> tuple[Any, ...]:
+    return tuple(
         _overwritten.map_leaves(
             lambda t, g: t + _core.cast(g, t.dtype),
             lambda t, g: jnp.maximum(t, _overwritten.to_float32(g)),
             old,
             fresh,
         )
-        for old, fresh in zip(total.grads, new.grads, strict=True)
+        for old, fresh in zip(total, new, strict=True)
     )
-    weight = jnp.ones((), _core.FLOAT32) if new.weight is None else new.weight
-    if total.weight is not None:
-        weight = total.weight + weight
-    return Sums(total.loss + new.loss, weight, grads)
 
 
 # ---------------------------------------------------------------------------

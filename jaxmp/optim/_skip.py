@@ -313,6 +313,7 @@ def guard(
         first, is_zero = _core.check_squares(grads)
         if axes:
             first = _compat.smallest(first, axes)
+        _check_devices_agree(first, params)
         leaves = jnp.int32(len(jax.tree.leaves(grads)))
         finite = lax.eq(first, leaves)
         is_zero = _compat.agree(is_zero, axes) if axes else is_zero
@@ -421,6 +422,21 @@ class _Steps(NamedTuple):
     update: Callable[[PyTree], tuple[PyTree, PyTree]]
     reject: Callable[..., _Outcome]
     write: Callable[[PyTree], PyTree]
+
+
+def _check_devices_agree(first: jax.Array, params: PyTree) -> None:
+    """Checks that a parameter with one value on all devices is not skipped by some of them."""
+    varying = [_compat.varying_axes(leaf) for leaf in jax.tree.leaves(params)]
+    axes = sorted(a for a in _compat.varying_axes(first) if not all(a in v for v in varying))
+    if axes:
+        raise CompositionError(
+            f"The optimizer runs in jax.shard_map, gradients differ over the axes {axes}, and a "
+            "parameter does not: devices that skip a step alone would get another parameter than "
+            "the rest. Let all devices of the axes skip the same steps: "
+            f"tx = recipe.optimizer(tx, axis_name={tuple(axes)}). "
+            "If each device trains alone until it averages parameters: params = "
+            f"jax.lax.pcast(params, {tuple(axes)}, to='varying')."
+        )
 
 
 def _select_update(finite: jax.Array, steps: _Steps) -> _Outcome:
