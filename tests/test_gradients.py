@@ -502,6 +502,11 @@ def test_shard_map_averages_once_and_in_fp32(getkey, microbatches):
     assert reductions and set(reductions) == {"f32"}
 
 
+def test_a_function_without_parameters_has_a_loss_and_no_gradients():
+    loss, grads = jaxmp.value_and_grad(lambda params, x: x.sum(), loss_scale=8.0)({}, jnp.ones(3))
+    assert loss == 3 and grads == {}
+
+
 def mean_of_devices(params, batch):
     return jax.lax.pmean(loss_fn(params, batch), "d")
 

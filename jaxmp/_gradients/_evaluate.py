@@ -135,8 +135,9 @@ def _known_everywhere(loss: jax.Array, grads: PyTree) -> jax.Array:
 
     Such a gradient has one value on all devices, so that it is NaN on all devices or on none.
     """
+    varying = _compat.varying_axes(loss)
     shared = map(_compat.varying_axes, jax.tree.leaves(grads))
-    axes = _compat.varying_axes(loss) - frozenset.intersection(*shared)
+    axes = varying - varying.intersection(*shared)
     return lax.psum(loss, tuple(axes)) if axes else loss
 
 
