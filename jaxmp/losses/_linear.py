@@ -75,10 +75,10 @@ def linear_cross_entropy(
         multiple of 128 for the tiles of a Tensor Core: the classes from this one on have
         probability 0, and their gradients are 0. Unlike a bias of -inf, this reads no array.
       chunk: number of rows per chunk. None: the largest power of two whose logits take at most
-        2.2 GB and a sixteenth of the memory of the chip, and on a CPU 134 MB, as the matmul writes
-        them: 8,192 rows for the 50,304 classes of GPT-2 in FP32, 4,096 for the 128,256 of Llama 3,
-        and twice as many in bfloat16. Each chunk reads and writes the FP32 gradient of the kernel
-        once, so that fewer chunks move fewer bytes.
+        2.2 GB and a sixteenth of the memory of the chip, as the matmul writes them: 8,192 rows for
+        the 50,304 classes of GPT-2 in FP32, 4,096 for the 128,256 of Llama 3, and twice as many in
+        bfloat16. On a CPU, they take at most 134 MB in FP32. Each chunk reads and writes the FP32
+        gradient of the kernel once, so that fewer chunks move fewer bytes.
       label_smoothing, z_loss, ignore_index, weights, reduction: as in `softmax_cross_entropy`.
       precision: precision of the three matmuls, as in `jax.lax.dot_general`.
       logits_dtype: dtype in which the logits of a chunk are stored between the passes that read
@@ -266,9 +266,10 @@ def chunk_rows(chunk: int | None, rows: int, classes: int, itemsize: int = 4) ->
       itemsize: bytes of a logit.
     """
     if chunk is None:
-        most = _LOGITS_BYTES_ON_CPU
-        if _compat.target() != "cpu":
-            most = min(_LOGITS_BYTES, (_core.target_memory() or math.inf) / 16)
+        most = min(_LOGITS_BYTES, (_core.target_memory() or math.inf) / 16)
+        if _compat.target() == "cpu":
+            # XLA for CPU multiplies 16-bit operands in FP32, and stores the products in FP32.
+            most, itemsize = _LOGITS_BYTES_ON_CPU, max(itemsize, 4)
         chunk = 1 << max(int(most // (itemsize * classes)).bit_length() - 1, 0)
     elif isinstance(chunk, bool) or not isinstance(chunk, (int, np.integer)) or chunk < 1:
         raise JaxmpError(
