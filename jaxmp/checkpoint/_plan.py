@@ -88,7 +88,7 @@ def plan_copy(source: Description, target: Description) -> Plan:
 def differences(source: Description, target: Description) -> list[str]:
     """Lists the leaves that differ: path, and dtype and shape on both sides.
 
-    Counters that a former version of jaxmp did not have are no difference.
+    Counters that a former version of jaxmp did not have do not count as differences.
     """
     stored, wanted = source.by_path, target.by_path
     rows = []

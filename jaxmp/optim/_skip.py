@@ -425,14 +425,22 @@ class _Steps(NamedTuple):
 
 
 def _check_devices_agree(first: jax.Array, params: PyTree) -> None:
-    """Checks that a parameter with one value on all devices is not skipped by some of them."""
+    """Checks that all devices which share a parameter skip the same steps.
+
+    Args:
+      first: index of the first gradient that is not finite, from which the skip is decided.
+      params: the parameters. In `shard_map`, JAX knows over which axes they vary.
+
+    Raises:
+      CompositionError: if the decision varies over an axis, and a parameter does not.
+    """
     varying = [_compat.varying_axes(leaf) for leaf in jax.tree.leaves(params)]
     axes = sorted(a for a in _compat.varying_axes(first) if not all(a in v for v in varying))
     if axes:
         raise CompositionError(
-            f"The optimizer runs in jax.shard_map, gradients differ over the axes {axes}, and a "
-            "parameter does not: devices that skip a step alone would get another parameter than "
-            "the rest. Let all devices of the axes skip the same steps: "
+            f"The optimizer runs in jax.shard_map. Gradients vary over the axes {axes}, so that "
+            "each device would decide alone whether it skips a step, and a parameter that all "
+            "devices share would differ between them. Let them skip the same steps: "
             f"tx = recipe.optimizer(tx, axis_name={tuple(axes)}). "
             "If each device trains alone until it averages parameters: params = "
             f"jax.lax.pcast(params, {tuple(axes)}, to='varying')."

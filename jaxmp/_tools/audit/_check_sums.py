@@ -209,7 +209,7 @@ def _is_running(var: _programs.Atom, before: _programs.Atom, loop: _programs.Bod
 
 @_check_ops.ACCUMULATOR_16BIT.on_operation("add")
 def check_associative_scan(op: OpOccurrence, audit: Auditor) -> None:
-    """Reports `lax.associative_scan` with sums in 16 bits, which has no equation of its own."""
+    """Reports `lax.associative_scan` with sums in 16 bits, which JAX traces as single additions."""
     dtype = _checks.half_of(op.equation.outvars)
     if dtype is None or not op.is_forward:
         return

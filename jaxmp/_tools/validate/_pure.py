@@ -172,7 +172,7 @@ def _pure_tree(run: TrainingRun) -> PureRun:
     # The structure contains functions, such as `tx`, which differ between seeds.
     leaves, structure = jax.tree.flatten(state)
     opened, initial = structure.unflatten, list(map(_strong, leaves))
-    # Each leaf of the state has an object of its own here, which shows its position.
+    # Each leaf is replaced by another object, whose id identifies its position in the state.
     shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in initial]
     numbers = {id(shape): n for n, shape in enumerate(shapes)}
     positions = lambda tree: [numbers[id(shape)] for shape in jax.tree.leaves(tree)]
