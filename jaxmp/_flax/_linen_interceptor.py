@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from typing import Any, NamedTuple, TypeAlias
 
 import flax.linen as nn
@@ -32,16 +32,6 @@ from jaxmp.fp8._overwritten import OVERWRITE
 # ---------------------------------------------------------------------------
 # Paths in the cache key of `nn.jit`
 # ---------------------------------------------------------------------------
-
-
-def is_by_path(policies: PolicyMap) -> bool:
-    """Returns True if modules of one class can have different policies.
-
-    `nn.jit` shares one trace between equal modules, whatever their paths, so a rule by path would
-    reach only the first of them. `key_scopes` adds the path to the flags of each scope, which are
-    part of the cache key, before the module of that scope is called.
-    """
-    return any(rule.path is not None for rule in policies.rules)
 
 
 def _key_scope(scope: Scope) -> None:
@@ -88,7 +78,7 @@ Path: TypeAlias = tuple[str, ...]
 # ---------------------------------------------------------------------------
 
 
-@dataclasses.dataclass(frozen=True, eq=False, slots=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Root:
     """Policies of a model and its location; part of the jit cache key.
 
@@ -100,6 +90,37 @@ class Root:
     path: Path
     # Path of the module in the model from which it was taken, which has the policies.
     origin: Path = ()
+    # Of the modules that were called.
+    _module_policies: dict[Hashable, ModulePolicy] = dataclasses.field(default_factory=dict)
+
+    @functools.cached_property
+    def is_by_path(self) -> bool:
+        """True if modules of one class can have different policies.
+
+        `nn.jit` shares one trace between equal modules, whatever their paths, so a rule by path
+        would reach only the first of them. `key_scopes` adds the path to the flags of each scope,
+        which are part of the cache key, before the module of that scope is called.
+        """
+        return any(rule.path is not None for rule in self.policies.rules)
+
+    def module_policy(self, module: nn.Module, method: str) -> ModulePolicy:
+        """Returns the policy under which a method of a bound module runs."""
+        assert module.scope is not None
+        cls, path, depth = type(module), module.scope.path, len(self.path)
+        # A module from outside of the root keeps its path.
+        path = self.origin + path[depth:] if path[:depth] == self.path else path
+        outputs = LINEN_LAYERS.outputs(module, module.parent)
+        traits = LINEN_LAYERS.traits(cls)
+        is_decision = _labels.is_decision(traits, cls, path, method)
+        key = path, cls, outputs, is_decision
+        if key not in self._module_policies:
+            _check_bridge(module, path)
+            module_policy = resolve_module(
+                self.policies, path, cls, traits, outputs, is_decision=is_decision
+            )
+            # Calls of one module are compared by their policies, also if threads make two.
+            self._module_policies.setdefault(key, module_policy)
+        return self._module_policies[key]
 
 
 make_root = functools.cache(Root)
@@ -141,21 +162,12 @@ def _check_bridge(module: nn.Module, path: Path) -> None:
 # ---------------------------------------------------------------------------
 
 
-class _LinenCall(MethodCall):
-    @staticmethod
-    def own_params(module: Any) -> list[Any]:
-        own = [leaf for leaf in _params(module.scope).values() if not isinstance(leaf, Mapping)]
-        return jax.tree.leaves(own)
-
-
 class PolicyInterceptor:
     """Interceptor that applies the policies of one root to every method called below it."""
 
     def __init__(self, root: Root) -> None:
         self.root = root
         self.frames: list[MethodCall] = []
-        self.module_policies: dict[Any, ModulePolicy] = {}
-        self.by_path = is_by_path(root.policies)
         self.precision = jax.config.jax_default_matmul_precision  # pyright: ignore
 
     def __call__(
@@ -170,20 +182,20 @@ class PolicyInterceptor:
         is_foreign = _compat.current_context().policies != self.root
         if module.scope is None or is_foreign:
             return call(*args, **kwargs)
-        path = self._relative(module.scope.path)
-        module_policy = self._module_policy(module, path, method)
+        module_policy = self.root.module_policy(module, method)
         keeps_dtype = self._keeps_dtype(module, module_policy, (args, kwargs))
         prepare(module, module_policy, keeps_dtype)
-        if self.by_path:
+        if self.root.is_by_path:
             key_scopes(module)
         if method == "setup":
             return call(*args, **kwargs)
-        under_policy = _LinenCall(
+        under_policy = MethodCall(
             module,
             module_policy,
             method,
             self._own_caller(module_policy),
             keeps_dtype,
+            _own_params,
             is_function=not hasattr(type(module), method),
             lifted=self._lifted_body(module),
         )
@@ -191,12 +203,6 @@ class PolicyInterceptor:
         return under_policy.run(call, args, kwargs, self._entered(under_policy))
 
     # -- location of the call -----------------------------------------------------------------
-
-    def _relative(self, path: Path) -> Path:
-        """Returns a path relative to the root. A module from outside the root keeps its path."""
-        depth = len(self.root.path)
-        inside = path[:depth] == self.root.path
-        return self.root.origin + path[depth:] if inside else path
 
     def _own_caller(self, module_policy: ModulePolicy) -> MethodCall | None:
         """Returns the enclosing call if a module calls its own method; otherwise None."""
@@ -215,13 +221,10 @@ class PolicyInterceptor:
 
     @contextlib.contextmanager
     def _entered(self, frame: MethodCall) -> Iterator[None]:
-        precision = lambda frame: _device.matmul_precision(
-            frame.module_policy.policy, self.precision
-        )
-        outer = precision(self.frames[-1]) if self.frames else self.precision
+        outer = self.frames[-1].module_policy.policy if self.frames else None
         self.frames.append(frame)
         try:
-            with _device.precision_scope(precision(frame), outer):
+            with _device.precision_scope(frame.module_policy.policy, outer, self.precision):
                 yield
         finally:
             self.frames.pop()
@@ -239,22 +242,14 @@ class PolicyInterceptor:
         is_chosen = is_complex(dtype) or is_complex(getattr(module, "param_dtype", None))
         return is_chosen or keeps_dtype((operands, _params(module.scope)))
 
-    def _module_policy(self, module: nn.Module, path: Path, method: str) -> ModulePolicy:
-        cls = type(module)
-        outputs = LINEN_LAYERS.outputs(module, module.parent)
-        traits = LINEN_LAYERS.traits(cls)
-        is_decision = _labels.is_decision(traits, cls, path, method)
-        key = (path, cls, outputs, is_decision)
-        if key not in self.module_policies:
-            _check_bridge(module, path)
-            self.module_policies[key] = resolve_module(
-                self.root.policies, path, cls, traits, outputs, is_decision=is_decision
-            )
-        return self.module_policies[key]
-
 
 def _params(scope: Scope) -> PyTree:
     return scope.variables().get(_core.PARAMS, {})
+
+
+def _own_params(module: Any) -> list[Any]:
+    own = [leaf for leaf in _params(module.scope).values() if not isinstance(leaf, Mapping)]
+    return jax.tree.leaves(own)
 
 
 # ---------------------------------------------------------------------------

@@ -209,7 +209,7 @@ def _entered(
     if policies == root:
         yield
         return
-    if _linen_interceptor.is_by_path(root.policies):
+    if root.is_by_path:
         _linen_interceptor.key_scopes(module)
     mark = module.__dict__["_jaxmp_mark"]
     # Before the model is searched: in that trace no warning is shown.

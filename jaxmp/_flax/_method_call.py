@@ -15,7 +15,7 @@ import functools
 import re
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any, ClassVar, TypeAlias
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -48,6 +48,8 @@ class MethodCall:
       module, module_policy, method: the module, its policy, and the name of the method.
       caller: the enclosing call if a module calls its own method; otherwise None.
       keeps_dtype: the operands require the dtype that the author of the model chose.
+      own_params: returns the parameters of a module without those of its submodules.
+      is_leaf: returns True for values that are not pytrees of arrays; None for none.
       is_function: a transformation of Linen calls a function with the module.
       lifted: as in `split_carry`.
     """
@@ -57,17 +59,10 @@ class MethodCall:
     method: str
     caller: MethodCall | None
     keeps_dtype: bool
+    own_params: Callable[[Any], list[Any]]
+    is_leaf: _casts.IsLeaf = None
     is_function: bool = False
     lifted: str = ""
-
-    # The parameters of a module without those of its submodules.
-    own_params: ClassVar[Callable[[Any], list[Any]]]
-
-    @staticmethod
-    def is_leaf(value: object) -> bool:
-        """Returns True for values that are not pytrees of arrays."""
-        del value
-        return False
 
     @functools.cached_property
     def boundary(self) -> Boundary:

@@ -275,15 +275,13 @@ _frames = _Frames()
 _OPAQUE = (nnx.Pytree, nnx.Variable, nnx.State, nnx.GraphDef)
 
 
-class _NnxCall(MethodCall):
-    @staticmethod
-    def is_leaf(value: object) -> bool:
-        return isinstance(value, _OPAQUE)
+def _is_opaque(value: object) -> bool:
+    return isinstance(value, _OPAQUE)
 
-    @staticmethod
-    def own_params(module: Any) -> list[Any]:
-        own = (value for value in vars(module).values() if isinstance(value, nnx.Param))
-        return [value.get_raw_value() for value in own]
+
+def _own_params(module: Any) -> list[Any]:
+    own = (value for value in vars(module).values() if isinstance(value, nnx.Param))
+    return [value.get_raw_value() for value in own]
 
 
 def call_method(
@@ -359,7 +357,9 @@ def _call(
         vars(copy).update({**_changes(copy, decision.module_policy), ATTRIBUTE: decision})
         object.__setattr__(copy, "__class__", type(module))
         return _call_copy(copy, module, name, *args, **kwargs)
-    under_policy = _NnxCall(module, policy, name, caller, as_author)
+    under_policy = MethodCall(
+        module, policy, name, caller, as_author, _own_params, is_leaf=_is_opaque
+    )
     call = _replaced(under_policy, bound, call)
     return under_policy.run(call, args, kwargs, _entered(under_policy, bound))
 
@@ -404,8 +404,8 @@ def _keeps_dtype(module: nnx.Module, bound: Bound, operands: PyTree) -> bool:
     if not name:
         return False
     author = dict(bound.author).get(name, vars(module).get(name))
-    values = _NnxCall.own_params(module), operands
-    return is_complex(author) or keeps_dtype(values, _NnxCall.is_leaf)
+    values = _own_params(module), operands
+    return is_complex(author) or keeps_dtype(values, _is_opaque)
 
 
 def _author_copy(bound: Bound, module: nnx.Module) -> nnx.Module:
@@ -472,15 +472,15 @@ def _entered(frame: MethodCall, bound: Bound) -> Iterator[None]:
     stack = _frames.stack
     if not stack:
         _frames.ambient = jax.config.jax_default_matmul_precision  # pyright: ignore
-    precision = lambda frame: _device.matmul_precision(frame.module_policy.policy, _frames.ambient)
-    outer = precision(stack[-1]) if stack else _frames.ambient
+    outer = stack[-1].module_policy.policy if stack else None
+    precision = _device.precision_scope(frame.module_policy.policy, outer, _frames.ambient)
     active = _compat.current_context().policies == bound.policies
     policies = _compat.context(policies=bound.policies)
     policies = policies if frame.is_forward and not active else contextlib.nullcontext()
     scope = _named(bound, frame.method)
     stack.append(frame)
     try:
-        with policies, _device.precision_scope(precision(frame), outer), scope:
+        with policies, precision, scope:
             yield
     finally:
         stack.pop()

@@ -83,13 +83,16 @@ def matmul_precision(policy: Policy, default: str | None) -> str | None:
 
 
 def precision_scope(
-    precision: str | None, outer: str | None
+    policy: Policy, outer: Policy | None, ambient: str | None
 ) -> contextlib.AbstractContextManager[None]:
-    """Runs a block with a matmul precision.
+    """Runs a block with the matmul precision of a module.
 
     Args:
-      precision: the value of `jax.default_matmul_precision` in the block.
-      outer: the present value; if it is equal, the block runs unchanged.
+      policy: the policy of the module.
+      outer: that of the module which calls it; None if none does. If its precision is equal, the
+        block runs unchanged.
+      ambient: the value of `jax.default_matmul_precision` outside of the model.
     """
-    same = precision == outer
-    return contextlib.nullcontext() if same else jax.default_matmul_precision(precision)
+    precision = matmul_precision(policy, ambient)
+    is_equal = precision == (matmul_precision(outer, ambient) if outer else ambient)
+    return contextlib.nullcontext() if is_equal else jax.default_matmul_precision(precision)
