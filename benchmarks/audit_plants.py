@@ -1,4 +1,4 @@
-"""Plants 63 defects in small training steps and audits them, and 20 healthy steps.
+"""Plants 64 defects in small training steps and audits them, and 20 healthy steps.
 
     python benchmarks/audit_plants.py
     python benchmarks/audit_plants.py --out benchmarks/results/audit_plants.json
@@ -777,6 +777,19 @@ def queries_keys_and_values_of_one_matmul(d):
     step, (p, x) = trained(loss, d, inputs(d.wide, 512))
     kernels = {name: jnp.asarray(normal(n, HIDDEN, 128), d.wide) for n, name in enumerate("qkv")}
     return step, ({"w": p["w"], **kernels}, x)
+
+
+@plant("residual_copy", "x = x.reshape(-1, shape[-1])", 0, severity="note", target="h200")
+def matmul_that_is_added_in_three_dimensions(d):
+    def loss(p, x):
+        rows = x.astype(d.low)
+        for _ in range(3):
+            up = jax.nn.relu(rows @ p["w"].astype(d.low))
+            rows = rows + up @ p["w"].T.astype(d.low)  # planted
+        return (rows.astype(d.wide) ** 2).mean()
+
+    step, (p, x) = trained(loss, d, inputs(d.wide, 4096))
+    return step, ({"w": p["w"]}, x if d.fixed else x.reshape(8, 512, -1))
 
 
 @plant("recomputed_pass", "Remove nn.remat", 0, severity="note", target="h200")

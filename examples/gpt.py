@@ -10,7 +10,8 @@
 The same model in Flax Linen and in Flax NNX, with the same parameter names: one block, scanned over
 the layers; causal attention; one table for tokens in and out. The models contain no dtype: the
 recipe sets all of them. Queries, keys and values have a matmul each: cuDNN's attention reads whole
-arrays, and a split of one wide result would copy each of them.
+arrays, and a split of one wide result would copy each of them. Blocks compute on arrays of two
+dimensions: a matmul of cuBLAS then adds the residual, without a copy of it that XLA makes in three.
 
     size           parameters     layers   width   heads
     tiny              842,496          4     128       4
@@ -27,8 +28,8 @@ On a GPU, set XLA_FLAGS=--xla_gpu_enable_triton_gemm=false: cuBLAS then adds bia
 GELUs while it writes the results of matmuls. XLA's Triton kernels do not.
 Install first: pip install -e ".[examples]".
 
-Shape suffixes: B batch, T position, S position and one more, D width, N head, V row of the token
-table.
+Shape suffixes: B batch, T position, S position and one more, M token of the batch (B x T), D width,
+N head, V row of the token table.
 """
 
 import enum
@@ -69,17 +70,19 @@ class Block(nn.Module):
     @nn.compact
     def __call__(self, x_BTD: jax.Array, _: None = None) -> tuple[jax.Array, None]:
         """Returns x_BTD after attention and a two-layer perceptron, each with a residual."""
-        width, residual = x_BTD.shape[-1], residual_init(self.layers)
-        h_BTD = nn.LayerNorm(EPSILON, name="attention_norm")(x_BTD)
+        shape, width, residual = x_BTD.shape, x_BTD.shape[-1], residual_init(self.layers)
+        x_MD = x_BTD.reshape(-1, width)
+        h_MD = nn.LayerNorm(EPSILON, name="attention_norm")(x_MD)
         linear = functools.partial(nn.Dense, width, kernel_init=NORMAL)
-        qkv = (linear(name=name)(h_BTD) for name in ("query", "key", "value"))
-        h_BTD = causal_attention(*qkv, self.heads)
-        x_BTD = x_BTD + nn.Dense(width, kernel_init=residual, name="attention_out")(h_BTD)
-        x_BTD = checkpoint_name(x_BTD, "residual")
-        h_BTD = nn.LayerNorm(EPSILON, name="mlp_norm")(x_BTD)
+        qkv = (linear(name=name)(h_MD) for name in ("query", "key", "value"))
+        h_MD = causal_attention(*qkv, (*shape[:2], self.heads, -1))
+        x_MD = x_MD + nn.Dense(width, kernel_init=residual, name="attention_out")(h_MD)
+        x_MD = checkpoint_name(x_MD, "residual")
+        h_MD = nn.LayerNorm(EPSILON, name="mlp_norm")(x_MD)
         up = nn.Dense(4 * width, kernel_init=NORMAL, name="mlp_up")
         down = nn.Dense(width, kernel_init=residual, name="mlp_down")
-        return x_BTD + down(functional.gelu(checkpoint_name(up(h_BTD), "mlp"))), None
+        x_MD = x_MD + down(functional.gelu(checkpoint_name(up(h_MD), "mlp")))
+        return x_MD.reshape(shape), None
 
 
 class GPT(nn.Module):
@@ -142,12 +145,13 @@ class NnxBlock(nnx.Module):
 
     def __call__(self, x_BTD: jax.Array) -> jax.Array:
         """Returns x_BTD after attention and a two-layer perceptron, each with a residual."""
-        h_BTD = self.attention_norm(x_BTD)
-        qkv = (linear(h_BTD) for linear in (self.query, self.key, self.value))
-        x_BTD = x_BTD + self.attention_out(causal_attention(*qkv, self.heads))
-        x_BTD = checkpoint_name(x_BTD, "residual")
-        up = checkpoint_name(self.mlp_up(self.mlp_norm(x_BTD)), "mlp")
-        return x_BTD + self.mlp_down(functional.gelu(up))
+        x_MD = x_BTD.reshape(-1, x_BTD.shape[-1])
+        h_MD = self.attention_norm(x_MD)
+        qkv = (linear(h_MD) for linear in (self.query, self.key, self.value))
+        h_MD = causal_attention(*qkv, (*x_BTD.shape[:2], self.heads, -1))
+        x_MD = checkpoint_name(x_MD + self.attention_out(h_MD), "residual")
+        up = checkpoint_name(self.mlp_up(self.mlp_norm(x_MD)), "mlp")
+        return (x_MD + self.mlp_down(functional.gelu(up))).reshape(x_BTD.shape)
 
 
 class NnxGPT(nnx.Module):
@@ -227,11 +231,15 @@ def saved(remat: bool) -> Callable[..., bool]:
     return fp8.checkpoint_policy(is_saved)
 
 
-def causal_attention(q_BTD: jax.Array, k_BTD: jax.Array, v_BTD: jax.Array, heads: int) -> jax.Array:
-    """Computes causal attention, with cuDNN's fused kernel on a GPU in 16 bits."""
-    split = (*q_BTD.shape[:2], heads, -1)
-    qkv = (checkpoint_name(part.reshape(split), "qkv") for part in (q_BTD, k_BTD, v_BTD))
-    return jaxmp.dot_product_attention(*qkv, is_causal=True).reshape(q_BTD.shape)
+def causal_attention(
+    q_MD: jax.Array, k_MD: jax.Array, v_MD: jax.Array, split: tuple[int, ...]
+) -> jax.Array:
+    """Computes causal attention, with cuDNN's fused kernel on a GPU in 16 bits.
+
+    `split` is the shape of queries with heads, such as (B, T, N, -1).
+    """
+    qkv = (checkpoint_name(part.reshape(split), "qkv") for part in (q_MD, k_MD, v_MD))
+    return jaxmp.dot_product_attention(*qkv, is_causal=True).reshape(q_MD.shape)
 
 
 def logits_or_loss(

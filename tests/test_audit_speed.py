@@ -119,6 +119,31 @@ def test_a_matmul_each_has_no_note_even_if_xla_merges_the_matmuls(project):
 
 
 # ---------------------------------------------------------------------------
+# Residuals
+# ---------------------------------------------------------------------------
+
+
+def residual_gradient(dimensions):
+    def loss(w, x):
+        x = x.reshape(-1, WIDTH) if dimensions == 2 else x
+        for _ in range(3):
+            x = x + jax.nn.relu(x @ w) @ w.T
+        return x.astype(F32).sum()
+
+    return jax.grad(loss, (0, 1))
+
+
+def test_residuals_are_copied_in_three_dimensions_and_not_in_two():
+    args = shape(WIDTH, 4 * WIDTH), shape(BATCH, LENGTH, WIDTH)
+    note = notes(residual_gradient(3), *args)["residual_copy"]
+    saved = bytes_of(residual_gradient(3), *args) - bytes_of(residual_gradient(2), *args)
+    # The last of the three results is summed by the kernel that adds it.
+    assert note.count == 2 and bytes_in(note.message) == pytest.approx(saved, rel=0.05)
+    assert note.line == residual_gradient.__code__.co_firstlineno + 4
+    assert "residual_copy" not in notes(residual_gradient(2), *args)
+
+
+# ---------------------------------------------------------------------------
 # Recomputation
 # ---------------------------------------------------------------------------
 

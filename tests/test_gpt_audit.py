@@ -12,9 +12,9 @@ import jax, jax.numpy as jnp, numpy as np, optax
 import gpt, jaxmp
 
 plain_attention = gpt.causal_attention
-def causal_attention(q, k, v, heads):
+def causal_attention(q, k, v, split):
     q, k, v = jnp.stack([q, k, v]) * [scale]
-    return plain_attention(q, k, v, heads)
+    return plain_attention(q, k, v, split)
 
 model = jaxmp.load_recipe("bf16").wrap(gpt.SIZES["gpt2"])
 tx = optax.adamw(6e-4)

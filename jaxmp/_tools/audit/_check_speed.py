@@ -37,6 +37,13 @@ STORED_LOGITS = _NoteCheck(
     explanation="A loss stores logits of 1,024 or more classes, which several kernels read.",
     fix="loss = jaxmp.losses.linear_cross_entropy(hidden, kernel, labels)",
 )
+RESIDUAL_COPY = _NoteCheck(
+    id="residual_copy",
+    explanation="A matmul adds its result to an array that XLA has to copy before, because it has"
+    " more than two dimensions.",
+    fix="shape = x.shape\nx = x.reshape(-1, shape[-1])  # before the layers that are added to it\n"
+    "x = x.reshape(shape)  # after them",
+)
 
 # The least share of the bytes of all kernels that a note is about, and the number of notes.
 _LEAST_SHARE, _MOST_NOTES = 0.02, 3
@@ -53,7 +60,8 @@ def note_copies(program: CompiledProgram, _: Auditor) -> Iterator[Finding]:
     run = list(kernels(hlo)) if chip.platform == "gpu" else []
     total = sum(step.times * accessed(hlo, step) for step in run)
     free = chip.usable - program.rows.memory.required
-    notes = [_copies(hlo, run), _repetitions(hlo, run, free), *_losses(hlo, run, chip)]
+    notes = [_copies(hlo, run), _residuals(hlo, run), _repetitions(hlo, run, free)]
+    notes += _losses(hlo, run, chip)
     size_of = lambda note: sum(size for size, _ in note[2])
     for note in sorted(notes, key=size_of, reverse=True)[:_MOST_NOTES]:
         (check, text, sizes), saved = note, size_of(note)
@@ -108,6 +116,24 @@ def _copied(program: Program, kernel: Instruction, joins: bool) -> int:
     sizes = [moved(result) for result in results(program, kernel)]
     # A kernel that also sums gradients has to read them.
     return sum(sizes) * (2 if all(sizes) else 1)
+
+
+# ---------------------------------------------------------------------------
+# Residuals
+# ---------------------------------------------------------------------------
+
+
+def _residuals(program: Program, run: list[Step]) -> Note:
+    """Returns the matmuls that add their results to a copy, in the memory of the copy."""
+    copies = []
+    for step in run:
+        inside = (part.instruction for part in parts(program, step))
+        sums = [m for m in inside if is_matmul(m) and "output_to_operand_aliasing" in m.rest]
+        made = [source_of(step.computation, name) for name in step.instruction.operands]
+        copied = (value.shapes[0] for value in made if value.opcode == "copy")
+        copies += [(2 * step.times * c.bytes, m) for c in copied for m in sums if c == m.shapes[0]]
+    text = "matmuls add their results to copies of arrays. The copies move"
+    return RESIDUAL_COPY, text, copies
 
 
 # ---------------------------------------------------------------------------
