@@ -36,6 +36,8 @@ from jaxmp._tools import cli
 from jaxmp._tools.audit._check_sums import rounding_error
 from jaxmp._tools.audit._checks import CHECKS, Check
 from jaxmp._tools.audit._rows import Finding
+from jaxmp.errors import AuditError, AuditFailedError
+from jaxmp.typing import AuditReport
 from relaxed import relaxed
 from train_lm import prepare, prepare_nnx
 
@@ -165,7 +167,7 @@ def test_shapes_arrays_numbers_and_strings_are_arguments():
 
 @pytest.mark.parametrize("fn", [3, "train_step", None])
 def test_what_is_no_function_is_refused(fn):
-    with pytest.raises(jaxmp.errors.AuditError, match=r"audit\(train_step, state, batch\)"):
+    with pytest.raises(AuditError, match=r"audit\(train_step, state, batch\)"):
         audit(fn, 1)
 
 
@@ -175,7 +177,7 @@ def test_a_step_with_compiler_options_is_refused_with_the_fix():
 
     options = {"xla_embed_ir_in_executable": True}
     jitted = jax.jit(step, compiler_options=options)
-    with pytest.raises(jaxmp.errors.AuditError, match=r"jax\.jit\(train_step\), \.\.\."):
+    with pytest.raises(AuditError, match=r"jax\.jit\(train_step\), \.\.\."):
         audit(jitted, shape(8, 8))
     assert audit(jax.jit(step), shape(8, 8)).flops == 1024
 
@@ -373,7 +375,7 @@ def test_a_small_misaligned_matmul_is_a_note():
     report = audit(fn, shape(4096, 512), shape(512, 4096), shape(512, 10))
     assert report.ok and the_only(report, "misaligned_matmul", "note")
     report.check()
-    with pytest.raises(jaxmp.errors.AuditFailedError, match="misaligned_matmul"):
+    with pytest.raises(AuditFailedError, match="misaligned_matmul"):
         report.check(speed=True)
 
 
@@ -1181,15 +1183,15 @@ def test_an_id_of_a_check_is_unique():
 
 
 def test_json_round_trip(faulty):
-    again = jaxmp.typing.AuditReport.from_json(faulty.to_json())
+    again = AuditReport.from_json(faulty.to_json())
     assert again == faulty and str(again) == str(faulty)
     assert json.loads(faulty.to_json())["findings"][0]["check"] == "fp32_matmul"
 
 
 @pytest.mark.parametrize("text", ["{}", "[]", "not json", '{"findings": [{"check": 1, "x": 2}]}'])
 def test_json_that_is_no_report(text):
-    with pytest.raises(jaxmp.errors.AuditError, match="to_json"):
-        jaxmp.typing.AuditReport.from_json(text)
+    with pytest.raises(AuditError, match="to_json"):
+        AuditReport.from_json(text)
 
 
 def test_views_say_what_was_found(faulty):
@@ -1212,7 +1214,7 @@ def test_a_notebook_can_drop_the_body_tag_of_the_page(faulty):
 
 
 def test_numbers_line_up_and_paths_may_break(faulty):
-    report = jaxmp.typing.AuditReport(
+    report = AuditReport(
         findings=(Finding(check="exp_16bit", module="encoder/block_0/mlp"),),
         matmuls=faulty.matmuls,
     )
@@ -1227,28 +1229,26 @@ def test_numbers_line_up_and_paths_may_break(faulty):
 def test_user_strings_are_escaped():
     name = "<script>alert(1)</script>|`x`\x1b[31m"
     finding = Finding(check="exp_16bit", module=name, message=name, fix=name)
-    report = jaxmp.typing.AuditReport(findings=(finding,))
+    report = AuditReport(findings=(finding,))
     assert "<script>" not in report.to_html()
     assert "\x1b" not in str(report) + report.to_html()
 
 
 def test_check_lists_what_failed(faulty):
-    with pytest.raises(
-        jaxmp.errors.AuditFailedError, match=r"fp32_matmul in stubborn at test_audit\.py:\d+"
-    ):
+    with pytest.raises(AuditFailedError, match=r"fp32_matmul in stubborn at test_audit\.py:\d+"):
         faulty.check()
     faulty.check([])
     faulty.check(["softmax_16bit"])
-    with pytest.raises(jaxmp.errors.AuditFailedError):
+    with pytest.raises(AuditFailedError):
         faulty.check("fp32_matmul")
-    with pytest.raises(jaxmp.errors.AuditError, match="Did you mean 'fp32_matmul'"):
+    with pytest.raises(AuditError, match="Did you mean 'fp32_matmul'"):
         faulty.check(["fp32_matmuls"])
 
 
 def test_notes_fail_where_they_are_named():
     report = audit(attend, *[shape(4, 128, 64)] * 3)
     report.check()
-    with pytest.raises(jaxmp.errors.AuditFailedError, match="unfused_attention"):
+    with pytest.raises(AuditFailedError, match="unfused_attention"):
         report.check(["unfused_attention"])
 
 
@@ -1257,11 +1257,11 @@ def test_a_baseline_allows_what_was_there(faulty, tmp_path):
     file.write_text(faulty.to_json())
     for baseline in (faulty, faulty.to_json(), str(file), file):
         faulty.check(baseline=baseline)
-    clean = jaxmp.typing.AuditReport()
-    with pytest.raises(jaxmp.errors.AuditFailedError, match="which the baseline does not contain"):
+    clean = AuditReport()
+    with pytest.raises(AuditFailedError, match="which the baseline does not contain"):
         faulty.check(baseline=clean)
     clean.check(baseline=faulty)
-    with pytest.raises(jaxmp.errors.AuditError, match="cannot be read"):
+    with pytest.raises(AuditError, match="cannot be read"):
         faulty.check(baseline=str(tmp_path / "absent.json"))
 
 
@@ -1289,19 +1289,15 @@ def test_a_baseline_compares_findings_and_not_counts():
     assert baseline.findings[0].text == "weights = jax.nn.softmax(x)"
     audit(moved, shape(4, 64)).check(baseline=baseline.to_json())
     for fn in (swapped, twice):
-        with pytest.raises(
-            jaxmp.errors.AuditFailedError, match="which the baseline does not contain"
-        ):
+        with pytest.raises(AuditFailedError, match="which the baseline does not contain"):
             audit(fn, shape(4, 64)).check(baseline=baseline)
 
 
 def test_a_baseline_of_another_target_is_refused():
-    report = jaxmp.typing.AuditReport(target="h200")
+    report = AuditReport(target="h200")
     report.check(baseline=report)
-    with pytest.raises(
-        jaxmp.errors.AuditError, match="target='h200' and this report with target=None"
-    ):
-        jaxmp.typing.AuditReport().check(baseline=report)
+    with pytest.raises(AuditError, match="target='h200' and this report with target=None"):
+        AuditReport().check(baseline=report)
 
 
 # ---------------------------------------------------------------------------
@@ -1346,7 +1342,7 @@ def test_the_json_has_the_documented_schema(faulty):
     assert (fields["schema_version"], fields["target"], fields["recipe"]) == (2, "", "bf16")
     assert (fields["jaxmp_version"], fields["jax_version"]) == (jaxmp.__version__, jax.__version__)
     # The rows that only other programs have.
-    hints = typing.get_type_hints(jaxmp.typing.AuditReport)
+    hints = typing.get_type_hints(AuditReport)
     rows = {
         name: {field.name for field in dataclasses.fields(cls)}
         for name, hint in hints.items()
@@ -1358,8 +1354,8 @@ def test_the_json_has_the_documented_schema(faulty):
         row = types["report"][name].removeprefix("list of ").removesuffix(" or null")
         assert types[row].keys() == columns, name
     fields["schema_version"] = 1
-    with pytest.raises(jaxmp.errors.AuditError, match="schema_version is 1, and must be 2"):
-        jaxmp.typing.AuditReport.from_json(json.dumps(fields))
+    with pytest.raises(AuditError, match="schema_version is 1, and must be 2"):
+        AuditReport.from_json(json.dumps(fields))
 
 
 def test_programs_and_closures_are_refused_with_the_call():
@@ -1367,7 +1363,7 @@ def test_programs_and_closures_are_refused_with_the_call():
     x = jnp.ones((8, 8))
     for program in (fn.lower(x), fn.lower(x).compile()):
         with pytest.raises(
-            jaxmp.errors.AuditError, match=r"(?s)cannot be traced.*audit\(train_step, state, batch"
+            AuditError, match=r"(?s)cannot be traced.*audit\(train_step, state, batch"
         ):
             audit(program, x)
 
@@ -1377,7 +1373,7 @@ def test_programs_and_closures_are_refused_with_the_call():
     def step(model, x):
         model.kernel.set_value(model.kernel.get_value() + x)
 
-    with pytest.raises(jaxmp.errors.AuditError, match=r"(?s)NNX object.*audit\(train_step, model"):
+    with pytest.raises(AuditError, match=r"(?s)NNX object.*audit\(train_step, model"):
         audit(lambda x: step(model, x), x)
 
 
@@ -1394,8 +1390,8 @@ def test_every_finding_has_a_line():
 
 def test_a_long_list_is_cut():
     findings = tuple(Finding(check="exp_16bit", line=n) for n in range(30))
-    with pytest.raises(jaxmp.errors.AuditFailedError, match=r"and 10 more$"):
-        jaxmp.typing.AuditReport(findings=findings).check()
+    with pytest.raises(AuditFailedError, match=r"and 10 more$"):
+        AuditReport(findings=findings).check()
 
 
 # ---------------------------------------------------------------------------
@@ -1450,7 +1446,7 @@ def test_the_command_prints_and_writes(run, tmp_path):
     views = ["--html", "out.html", "--json", "out.json"]
     status, out, _ = run("my_steps:make_step", "--recipe", "bf16", *views)
     assert status == 0 and "Precision audit: ok" in out and "bfloat16 x bfloat16" in out
-    report = jaxmp.typing.AuditReport.from_json((tmp_path / "out.json").read_text())
+    report = AuditReport.from_json((tmp_path / "out.json").read_text())
     assert report.ok and report.matmul_flops == {("bfloat16", "bfloat16"): SQUARE}
     assert (tmp_path / "out.html").read_text() == report.to_html()
     assert sorted(p.suffix for p in tmp_path.iterdir() if p.is_file()) == [".html", ".json", ".py"]
@@ -1498,7 +1494,7 @@ def test_rich_shows_the_report_and_obeys_nothing_in_it(faulty):
     console = Console(width=160, record=True, file=io.StringIO())
     name = "[bold red]x\x1b[2J"
     planted = Finding(check="exp_16bit", module=name, message=name)
-    for report in (faulty, jaxmp.typing.AuditReport(findings=(planted,))):
+    for report in (faulty, AuditReport(findings=(planted,))):
         console.print(report)
     text = console.export_text()
     assert "Precision audit: 1 error" in text and "fp32_matmul" in text
