@@ -12,6 +12,7 @@ import os
 import shutil
 import tempfile
 import warnings
+from pathlib import Path
 
 import hypothesis
 import jax
@@ -134,6 +135,31 @@ def rank_promotion():
     """Allows rank promotion, for tests of code that broadcasts implicitly."""
     with jax.numpy_rank_promotion("allow"):
         yield
+
+
+@pytest.fixture
+def command(capsys):
+    """Returns a function that runs `jaxmp`; it returns (exit status, output, error output)."""
+    from jaxmp._tools import cli  # noqa: PLC0415  (half a second, which most files do not need)
+
+    def command(*arguments):
+        with pytest.raises(SystemExit) as stop:
+            cli.main([*map(str, arguments)])
+        return stop.value.code, *capsys.readouterr()
+
+    return command
+
+
+@pytest.fixture
+def write(tmp_path, monkeypatch):
+    """Changes to an empty directory; returns a function that writes a file and returns its name."""
+    monkeypatch.chdir(tmp_path)
+
+    def write(text, name="my.toml"):
+        Path(name).write_text(text, encoding="utf-8")
+        return name
+
+    return write
 
 
 @pytest.fixture

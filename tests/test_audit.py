@@ -32,7 +32,6 @@ from grids import each_value, fast_cases
 from jaxmp import audit
 from jaxmp._core._compat import cudnn_version
 from jaxmp._programs._matmuls import attention_flops
-from jaxmp._tools import cli
 from jaxmp._tools.audit._check_sums import rounding_error
 from jaxmp._tools.audit._checks import CHECKS, Check
 from jaxmp._tools.audit._rows import Finding
@@ -1423,22 +1422,14 @@ def train_twice(x):
 
 
 @pytest.fixture
-def run(tmp_path, monkeypatch, capsys):
-    """Runs `jaxmp audit` in the folder of `my_steps.py`; returns (exit status, output, error
-    output).
-    """
+def run(tmp_path, monkeypatch, command):
+    """Runs `jaxmp audit` in the folder of `my_steps.py`, as `command` does."""
     (tmp_path / "my_steps.py").write_text(STEPS)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.setenv("COLUMNS", "160")
     monkeypatch.delitem(sys.modules, "my_steps", raising=False)
-
-    def run(*arguments):
-        with pytest.raises(SystemExit) as exit:
-            cli.main(["audit", *arguments])
-        return exit.value.code, *capsys.readouterr()
-
-    yield run
+    yield functools.partial(command, "audit")
     sys.modules.pop("my_steps", None)
 
 

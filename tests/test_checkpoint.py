@@ -37,7 +37,6 @@ import checkpoint_matrix as matrix
 import jaxmp
 import processes
 from grids import EXPENSIVE, fast_cases, pairwise
-from jaxmp._tools import cli
 from jaxmp.checkpoint import Checkpointer, load_safetensors, save_safetensors
 from jaxmp.errors import CheckpointError
 from test_frame import run_python
@@ -1250,24 +1249,16 @@ def test_safetensors_update_nnx_modules(tmp_path):
 # ---------------------------------------------------------------------------
 
 
-def command(*arguments):
-    """Runs `jaxmp checkpoint`; returns the exit status."""
-    with pytest.raises(SystemExit) as done:
-        cli.main(["checkpoint", *map(str, arguments)])
-    return done.value.code
-
-
-def test_commands_show_and_verify(tmp_path, capsys):
+def test_commands_show_and_verify(tmp_path, command):
     run = tmp_path / "run"
     save(run, make_state(), step=1, extra={"epoch": 4})
-    assert command("show", run, "--leaves") == 0
-    shown = capsys.readouterr().out
-    assert "recipe      bf16_params" in shown and "params/dense/kernel" in shown
-    assert command("show", run / "1", "--json", "-") == 0
-    assert json.loads(capsys.readouterr().out)["extra"] == {"epoch": 4}
+    code, shown, _ = command("checkpoint", "show", run, "--leaves")
+    assert code == 0 and "recipe      bf16_params" in shown and "params/dense/kernel" in shown
+    code, shown, _ = command("checkpoint", "show", run / "1", "--json", "-")
+    assert code == 0 and json.loads(shown)["extra"] == {"epoch": 4}
 
-    assert command("verify", run, "--json", "-") == 0
-    assert json.loads(capsys.readouterr().out)["intact"] is True
+    code, shown, _ = command("checkpoint", "verify", run, "--json", "-")
+    assert code == 0 and json.loads(shown)["intact"] is True
     flip(next(path for path in data_files(run) if path.parent.name == "d"))
-    assert command("verify", run) == 2
-    assert "have changed since it was written" in capsys.readouterr().err
+    code, _, error = command("checkpoint", "verify", run)
+    assert code == 2 and "have changed since it was written" in error

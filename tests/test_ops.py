@@ -24,7 +24,6 @@ from grids import EXPENSIVE
 from jaxmp._policies._load import PolicyMap, as_op_table
 from jaxmp._policies._op_table import ANY, CATEGORIES, DEFAULT_OPS, JOINT, OpRule, OpTable
 from jaxmp._policies._recipe import list_recipes, load_recipe
-from jaxmp._tools import cli
 from jaxmp.errors import JaxmpError, OpError, RecipeError
 
 BF16, F16, F32 = (np.dtype(name) for name in ("bfloat16", "float16", "float32"))
@@ -451,18 +450,6 @@ def test_a_row_of_ones_own():
 # ---------------------------------------------------------------------------
 
 
-@pytest.fixture
-def write(tmp_path, monkeypatch):
-    """Writes a recipe into the current directory, and returns its name."""
-    monkeypatch.chdir(tmp_path)
-
-    def write(text, name="my.toml"):
-        Path(name).write_text(text, encoding="utf-8")
-        return name
-
-    return write
-
-
 @pytest.mark.parametrize("name", list_recipes())
 def test_shipped_recipes_keep_the_default_table(name):
     recipe = load_recipe(name)
@@ -567,15 +554,14 @@ def test_the_table_of_whatever_names_policies(write):
 
 
 @pytest.fixture
-def show(capsys, monkeypatch):
+def show(command, monkeypatch):
     monkeypatch.setenv("NO_COLOR", "1")
 
     def show(*arguments, columns=100):
         monkeypatch.setenv("COLUMNS", str(columns))
-        with pytest.raises(SystemExit) as stop:
-            cli.main(["show", *arguments])
-        assert stop.value.code == 0
-        return capsys.readouterr().out
+        status, out, _ = command("show", *arguments)
+        assert status == 0
+        return out
 
     return show
 

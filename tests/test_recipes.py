@@ -50,18 +50,6 @@ POLICIES = {
 }
 
 
-@pytest.fixture
-def write(tmp_path, monkeypatch):
-    """Writes a file into the current directory, and returns its name."""
-    monkeypatch.chdir(tmp_path)
-
-    def write(text, name="my.toml"):
-        Path(name).write_text(text, encoding="utf-8")
-        return name
-
-    return write
-
-
 def shown_lines(message):
     """Returns the indented lines at the end of a message, which are the fix."""
     return "\n".join(line[4:] for line in message.splitlines() if line.startswith("    "))

@@ -1,6 +1,7 @@
 """Paired runs, statistics, baselines and the command of a validation."""
 
 import dataclasses
+import functools
 import gc
 import math
 import re
@@ -932,7 +933,7 @@ from test_validate import make_run
     [(["pass", "inconclusive"], 0), (["pass", "differs"], 3), (["differs", "fail"], 1)],
 )
 def test_the_command_exits_with_3_if_a_candidate_differs(
-    report, monkeypatch, tmp_path, capsys, verdicts, status
+    report, monkeypatch, tmp_path, command, verdicts, status
 ):
     candidates = tuple(
         dataclasses.replace(report.candidates[0], name=f"x{index}", verdict=verdict)
@@ -945,10 +946,8 @@ def test_the_command_exits_with_3_if_a_candidate_differs(
     file.write_text("def make_run(recipe, seed): ...\n")
     (tmp_path / "b.json").write_text(changed.to_json())
     common = ["validate", f"{file}:make_run", "--metrics", "reward=max,loss=min"]
-    for options in ([], ["--baseline", str(tmp_path / "b.json")]):
-        with pytest.raises(SystemExit) as stop:
-            cli.main([*common, *options])
-        assert stop.value.code == status
+    for options in ([], ["--baseline", tmp_path / "b.json"]):
+        assert command(*common, *options)[0] == status
         assert passed["metrics"] == {"reward": "max", "loss": "min"}
     assert changed.ok == (status == 0)
     if status:
@@ -957,27 +956,22 @@ def test_the_command_exits_with_3_if_a_candidate_differs(
 
 
 @EXPENSIVE
-def test_the_command_exits_with_1_where_the_baseline_is_better(tmp_path, monkeypatch, capsys):
+def test_the_command_exits_with_1_where_the_baseline_is_better(tmp_path, monkeypatch, command):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
     (tmp_path / "my_run.py").write_text(RUN.format(folder=str(Path(__file__).parent)))
-
-    def run(*options):
-        common = ["validate", "my_run.py:make_run", "--steps", "4", "--seeds", "2"]
-        with pytest.raises(SystemExit) as stop:
-            cli.main([*common, "--recipes", "bf16", "--budget", "0.9", *options])
-        return stop.value.code, capsys.readouterr()
-
-    code, printed = run("--baseline", "b.json")
-    assert code == 2 and "'b.json' cannot be read" in printed.err
-    code, printed = run("--html", "page.html", "--json", "b.json")
-    assert code == 0 and printed.out.startswith("bf16 passes: ")
+    common = ["validate", "my_run.py:make_run", "--steps", "4", "--seeds", "2"]
+    run = functools.partial(command, *common, "--recipes", "bf16", "--budget", "0.9")
+    code, _, error = run("--baseline", "b.json")
+    assert code == 2 and "'b.json' cannot be read" in error
+    code, out, _ = run("--html", "page.html", "--json", "b.json")
+    assert code == 0 and out.startswith("bf16 passes: ")
     assert (tmp_path / "page.html").read_text().startswith("<!doctype html>")
     baseline = ValidationReport.from_json((tmp_path / "b.json").read_text())
     better = [
         dataclasses.replace(pair, candidate=0.5 * pair.candidate) for pair in baseline["bf16"].pairs
     ]
     (tmp_path / "b.json").write_text(worse(baseline, pairs=tuple(better)).to_json())
-    code, printed = run("--baseline", "b.json")
-    assert code == 1 and "bf16: the held-out loss is worse by +100 %" in printed.err
-    assert printed.out.startswith("bf16 passes: ")
+    code, out, error = run("--baseline", "b.json")
+    assert code == 1 and "bf16: the held-out loss is worse by +100 %" in error
+    assert out.startswith("bf16 passes: ")
