@@ -28,6 +28,19 @@ def start(arguments, **variables):
     )
 
 
+def run_python(code, *arguments, path=ROOT, **options):
+    """Runs `code` in a new interpreter that imports jaxmp from `path`; returns its output."""
+    done = subprocess.run(
+        [sys.executable, "-c", code, *arguments],
+        env={**os.environ, "PYTHONPATH": str(path), "JAX_PLATFORMS": "cpu"},
+        capture_output=True,
+        text=True,
+        **options,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
 def wait(processes):
     """Waits until all processes have succeeded, and returns the text that each has printed."""
     try:

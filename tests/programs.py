@@ -44,6 +44,11 @@ def products(traced: list[Any]) -> list[Any]:
     return [e for e in traced if e.primitive.name in ("dot_general", "conv_general_dilated")]
 
 
+def operands(fn: Callable[..., Any], *args: Any) -> list[tuple[str, ...]]:
+    """Returns the operand dtypes of every matmul and convolution, in order."""
+    return [dtypes(equation)[:2] for equation in products(trace(fn, *args))]
+
+
 def named(traced: list[Any], *primitives: str) -> list[Any]:
     return [e for e in traced if e.primitive.name in primitives]
 

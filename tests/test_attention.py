@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 import jaxmp
+from arrays import floats
 from grids import EXPENSIVE, fast_cases, pairwise
 from jaxmp import dot_product_attention
 from jaxmp._attention import _choice
@@ -28,7 +29,6 @@ from jaxmp._attention._cudnn import one_sharding
 from jaxmp._attention._plain import xla_attention
 from jaxmp._core import _compat
 from jaxmp.errors import AttentionError
-from models import floats
 from programs import named, products, trace
 
 KEY = jax.random.key(0)

@@ -38,6 +38,7 @@ from jaxmp._tools.audit._rows import Finding
 from jaxmp.errors import AuditError, AuditFailedError
 from jaxmp.typing import AuditReport
 from relaxed import relaxed
+from sources import line_of
 from train_lm import prepare, prepare_nnx
 
 HERE = Path(__file__)
@@ -48,13 +49,6 @@ TOKENS = jax.ShapeDtypeStruct((4, 17), jnp.int32)
 
 def shape(*sizes, dtype=jnp.bfloat16):
     return jax.ShapeDtypeStruct(sizes, dtype)
-
-
-def line_of(text):
-    """Returns the number of the line of this file that ends with the comment `# text`."""
-    lines = HERE.read_text().splitlines()
-    (found,) = (n for n, line in enumerate(lines, start=1) if line.endswith(f"# {text}"))
-    return found
 
 
 def checks(report):
@@ -68,7 +62,7 @@ def the_only(report, check, severity="error"):
 
 def assert_named(finding, module, text):
     """Checks that the finding names the module and the line in user code."""
-    assert (finding.module, finding.file, finding.line) == (module, str(HERE), line_of(text))
+    assert (finding.module, finding.file, finding.line) == (module, str(HERE), line_of(HERE, text))
     assert finding.message and finding.fix
 
 
@@ -832,7 +826,7 @@ def test_optimizer_state_in_bf16():
     (finding,) = finding_of(tx)
     assert "mu['w']" in finding.message and finding.count == 2  # mu and nu
     assert "jaxmp.load_recipe('bf16_params').optimizer(tx)" in finding.fix
-    assert (finding.file, finding.line) == (str(HERE), line_of("half state"))
+    assert (finding.file, finding.line) == (str(HERE), line_of(HERE, "half state"))
     assert "times" not in str(finding) and "2 arrays" in str(finding)
     assert finding_of(jaxmp.load_recipe("bf16_params").optimizer(tx)) == []
 

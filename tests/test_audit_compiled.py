@@ -26,18 +26,12 @@ from jaxmp._core._targets import get_target, targets
 from jaxmp._tools.audit import _compile
 from jaxmp._tools.audit._trace import trace
 from relaxed import relaxed
+from sources import line_of
 from train_lm import make_step, prepare_nnx
 
 HERE = Path(__file__)
 BF16 = "p=f32,c=bf16,o=f32"
 H200 = "NVIDIA H200 141GB HBM3e"
-
-
-def line_of(text):
-    """Returns the number of the line of this file that ends with the comment `# text`."""
-    lines = HERE.read_text().splitlines()
-    (found,) = (n for n, line in enumerate(lines, start=1) if line.endswith(f"# {text}"))
-    return found
 
 
 def shape(*sizes, dtype=jnp.bfloat16):
@@ -183,7 +177,11 @@ def test_fp8_products_are_real_where_the_card_has_them():
 @needs_compiler
 def test_fp8_products_fall_back_where_the_card_has_none():
     finding = the_only(audit(fp8_dot, FP8, FP8, target="a100"), "fp8_fallback")
-    assert (finding.module, finding.file, finding.line) == ("lin", str(HERE), line_of("FP8 dot"))
+    assert (finding.module, finding.file, finding.line) == (
+        "lin",
+        str(HERE),
+        line_of(HERE, "FP8 dot"),
+    )
     assert "float8_e4m3fn" in finding.message and "float16" in finding.message
 
 
@@ -208,7 +206,7 @@ def test_quantized_and_dequantized_dots(between, falls_back):
     assert ("fp8_fallback" in checks) == falls_back
     if falls_back:
         finding = the_only(report, "fp8_fallback")
-        assert (finding.module, finding.line) == ("lin", line_of("QDQ dot"))
+        assert (finding.module, finding.line) == ("lin", line_of(HERE, "QDQ dot"))
         assert "float8_e4m3fn" in finding.message
 
 
@@ -239,7 +237,7 @@ def test_attention_kernels(implementation):
             ("attend", "forward", "__cudnn$fmhaSoftmax", "bfloat16"),
             ("attend", "backward", "__cudnn$fmhaSoftmaxBackward", "bfloat16"),
         }
-        assert {row.line for row in report.attention} == {line_of("attention")}
+        assert {row.line for row in report.attention} == {line_of(HERE, "attention")}
 
 
 @needs_compiler
@@ -253,7 +251,7 @@ def test_what_keeps_a_gpu_from_the_fused_kernel():
     report = audit(jax.grad(loss_fn), *args, target="h200")
     assert report.attention == ()
     finding = the_only(report, "unfused_attention")
-    assert (finding.module, finding.line) == ("attend", line_of("odd attention"))
+    assert (finding.module, finding.line) == ("attend", line_of(HERE, "odd attention"))
     assert "mask: the kernel's backward pass" in finding.message and "device" not in finding.message
     assert "use two queries" in finding.fix
 
@@ -567,7 +565,9 @@ def test_host_callbacks_are_refused_with_their_line():
         jax.debug.print("{}", x[0, 0])  # print
         return x @ x
 
-    place = rf"test_audit_compiled\.py:{line_of('print')}\), which cannot be compiled for h200"
+    place = (
+        rf"test_audit_compiled\.py:{line_of(HERE, 'print')}\), which cannot be compiled for h200"
+    )
     with pytest.raises(jaxmp.errors.AuditError, match=place):
         audit(f, shape(8, 8), target="h200")
 

@@ -21,6 +21,7 @@ from grids import fast_cases
 from jaxmp import audit
 from jaxmp._tools.audit._hlo import Program
 from jaxmp._tools.audit._hlo_collectives import mesh_axes
+from sources import code_of
 
 BF16 = "p=f32,c=bf16,o=f32"
 WIDTH, ROWS, LAYERS = 512, 2048, 3
@@ -497,13 +498,12 @@ def free(params, x):
 
 def run_fix(fix, mesh):
     """Returns the function that the remedy of `reduction_per_microbatch` defines."""
-    code = "\n".join(line[4:] for line in fix.splitlines() if line.startswith("    "))
     scope = {"jax": jax, "jnp": jnp, "jaxmp": jaxmp, "P": P, "mesh": mesh, "loss_fn": free}
     split = [NamedSharding(mesh, SPLIT)] * LAYERS
 
     def run(params, batch):
         scope.update(params=params, batch=batch, params_shardings=split)
-        exec(code, scope)
+        exec(code_of(fix), scope)
         return scope["loss"], scope["grads"]
 
     return run

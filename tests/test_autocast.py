@@ -12,25 +12,26 @@ from jax.custom_derivatives import SymbolicZero
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jaxmp
+from arrays import floats
 from grids import EXPENSIVE, REST, fast_cases
 from jaxmp import PolicyMap, Rule, autocast, full_precision
 from jaxmp.errors import OpError, PolicyError, RecipeWarning, RuleError
 from models import BUILDS, MIXED, SECOND, NNXBuild, fill
-from programs import dtypes, equations, module_path, named, products, relative_error, trace
+from programs import (
+    dtypes,
+    equations,
+    module_path,
+    named,
+    operands,
+    products,
+    relative_error,
+    trace,
+)
 
 BF16, F32 = "bfloat16", "float32"
 
 
-def floats(*shape, seed=0):
-    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), jnp.float32)
-
-
 W, X = floats(8, 8) / 3, floats(4, 8, seed=1)
-
-
-def operands(fn, *args):
-    """Returns the operand dtypes of every matmul, in order."""
-    return [dtypes(equation)[:2] for equation in products(trace(fn, *args))]
 
 
 # ---------------------------------------------------------------------------

@@ -39,7 +39,7 @@ import processes
 from grids import EXPENSIVE, fast_cases, pairwise
 from jaxmp.checkpoint import Checkpointer, load_safetensors, save_safetensors
 from jaxmp.errors import CheckpointError
-from test_frame import run_python
+from processes import run_python
 
 FP32, PACKED = jaxmp.load_recipe("fp32"), matrix.recipe_of("packed")
 BF16_PARAMS = jaxmp.load_recipe("bf16_params")

@@ -11,11 +11,13 @@ from jax import lax
 from jax.sharding import AxisType, PartitionSpec
 
 import jaxmp
+from arrays import f64, signal_to_noise
 from byte_gpt import GPT
 from gpu_compiler import needs_compiler
 from jaxmp import PolicyMap, Rule, autocast, fp8, full_precision
 from jaxmp._programs._jaxprs import equations
 from jaxmp.errors import CompositionError
+from programs import operands
 
 E4M3, E5M2, BF16, F32 = "float8_e4m3fn", "float8_e5m2", "bfloat16", "float32"
 POLICY = "p=f32,c=bf16,o=f32,matmul=fp8"
@@ -29,15 +31,6 @@ def normal(seed, *shape, scale=1.0):
 
 
 W1, W2, X = normal(0, 32, 64, scale=1 / 6), normal(1, 64, 32, scale=1 / 8), normal(2, 48, 32)
-
-
-def operands(fn, *args):
-    """Returns the operand dtypes of every matmul, in order."""
-    return [
-        tuple(str(var.aval.dtype) for var in equation.invars)
-        for equation in equations(jax.make_jaxpr(fn)(*args))
-        if equation.primitive.name == "dot_general"
-    ]
 
 
 def reasons(fn, *args, **options):
@@ -92,11 +85,10 @@ def test_signal_to_noise():
         return y, *backward(g)
 
     y, dx, dw = run(x, w, g)
-    x64, w64, g64 = (np.asarray(a, np.float64) for a in (x, w, g))
+    x64, w64, g64 = map(f64, (x, w, g))
     for exact, got, least in [(x64 @ w64, y, 28), (g64 @ w64.T, dx, 23.5), (x64.T @ g64, dw, 23.5)]:
-        noise = np.sum((exact - np.asarray(got, np.float64)) ** 2)
         # No more than 30 dB either, or nothing was rounded.
-        assert least <= 10 * np.log10(np.sum(exact**2) / noise) <= 30
+        assert least <= signal_to_noise(exact, got) <= 30
 
 
 def test_the_scaling_is_that_of_the_policies():

@@ -10,6 +10,7 @@ import pytest
 from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+from arrays import normal, signal_to_noise
 from gpu_compiler import needs_compiler
 from grids import EXPENSIVE, REST, each_value, fast_cases
 from jaxmp import audit, fp8
@@ -19,6 +20,7 @@ from jaxmp._tools.audit._compile import compile_for
 from jaxmp._tools.audit._hlo import Program
 from jaxmp._tools.audit._trace import trace
 from jaxmp.errors import CompositionError, JaxmpError, RecipeError
+from programs import operands
 
 LINEAR = (((1,), (0,)), ((), ()))
 RECIPES = {
@@ -40,10 +42,6 @@ each_recipe = pytest.mark.parametrize(
 )
 
 
-def normal(seed, *shape, dtype=jnp.float32):
-    return jax.random.normal(jax.random.key(seed), shape).astype(dtype)
-
-
 def state_of(recipe):
     return fp8.init_state(recipe) if recipe.is_stateful else None
 
@@ -57,12 +55,6 @@ def outputs(recipe, x, w, g, dims=LINEAR):
     """Returns the result, and the gradients of both operands for the output gradient `g`."""
     y, backward = jax.vjp(lambda x, w: linear(recipe, x, w, dims), x, w)
     return (y, *backward(g.astype(y.dtype)))
-
-
-def signal_to_noise(exact, got):
-    """Returns the signal-to-noise ratio in dB, over all elements."""
-    exact, got = np.asarray(exact, np.float64), np.asarray(got, np.float64)
-    return 10 * np.log10(np.sum(exact**2) / np.sum((exact - got) ** 2))
 
 
 # ---------------------------------------------------------------------------
@@ -180,7 +172,7 @@ def test_each_product_has_its_own_formats(gemm):
     recipe = fp8.CurrentScaling(
         **{**dict.fromkeys(["fprop", "dgrad", "wgrad"], "high"), gemm: ("e4m3fn", "e5m2")}
     )
-    found = products(lambda *args: outputs(recipe, *args), *[normal(0, 32, 32)] * 3)
+    found = operands(lambda *args: outputs(recipe, *args), *[normal(0, 32, 32)] * 3)
     high = ("float32", "float32")
     assert sorted(found) == [high, high, ("float8_e4m3fn", "float8_e5m2")]
 
@@ -385,15 +377,6 @@ def jaxpr_of(fn, *args):
     return jax.make_jaxpr(fn)(*args).jaxpr
 
 
-def products(fn, *args):
-    """Returns the operand dtypes of every matmul."""
-    return [
-        tuple(str(v.aval.dtype) for v in eqn.invars)
-        for eqn in equations(jaxpr_of(fn, *args))
-        if eqn.primitive.name == "dot_general"
-    ]
-
-
 def casts(fn, *args):
     """Returns the number of casts to FP8 in a program."""
     return sum(
@@ -406,7 +389,7 @@ def casts(fn, *args):
 @pytest.mark.parametrize("name", ["current", "delayed", "rowwise"])
 def test_three_products_all_in_fp8(name):
     recipe = RECIPES[name]
-    found = products(
+    found = operands(
         lambda *args: outputs(recipe, *args), *[normal(0, 32, 32, dtype="bfloat16")] * 3
     )
     gradient = recipe.dgrad[0]

@@ -11,6 +11,7 @@ import pytest
 from jax.sharding import SingleDeviceSharding
 
 import jaxmp
+from arrays import normal, signal_to_noise
 from gpu_compiler import needs_compiler
 from grids import EXPENSIVE
 from jaxmp import PolicyMap, audit, autocast, fp8
@@ -25,10 +26,6 @@ from jaxmp.fp8._mx import mx_quantized
 LINEAR = (((1,), (0,)), ((), ()))
 UP, DOWN = fp8.MXScaling(), fp8.MXScaling(rounding="down")
 HYBRID = fp8.MXScaling(dgrad=("e5m2", "e4m3fn"), wgrad=("e4m3fn", "e5m2"))
-
-
-def normal(seed, *shape, dtype=jnp.float32):
-    return jax.random.normal(jax.random.key(seed), shape).astype(dtype)
 
 
 # ---------------------------------------------------------------------------
@@ -124,11 +121,6 @@ def test_products_are_those_of_the_rounded_operands(recipe):
     for exact, got in zip(want, outputs(recipe, x, w, g), strict=True):
         # Sums of at most 96 products in FP32: 96 units of 2**-24, of the largest sum.
         np.testing.assert_allclose(got, exact, rtol=0, atol=96 * 2.0**-24 * np.abs(exact).max())
-
-
-def signal_to_noise(exact, got):
-    exact, got = np.asarray(exact, np.float64), np.asarray(got, np.float64)
-    return 10 * np.log10(np.sum(exact**2) / np.sum((exact - got) ** 2))
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from jax import lax
 from jax.sharding import AxisType, PartitionSpec
 
 import jaxmp
+from arrays import of_size
 from grids import EXPENSIVE, fast_cases
 from jaxmp import PolicyMap, Rule, fp8, load_recipe
 from jaxmp._flax._nnx_model import apply_policy
@@ -90,11 +91,6 @@ def linear(**options):
 
 def loss_fn(model, x):
     return jnp.mean(model(x) ** 2)
-
-
-def of_size(size, *shape):
-    """Returns values of magnitude at most `size`, one of which is `size`."""
-    return jnp.linspace(-1.0, 1.0, int(np.prod(shape))).reshape(shape) * jnp.float32(size)
 
 
 # ---------------------------------------------------------------------------

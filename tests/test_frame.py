@@ -23,6 +23,7 @@ import pytest
 import jaxmp
 from conftest import VERSION_SENSITIVE
 from grids import EXPENSIVE, fast_cases
+from processes import run_python
 
 ROOT = Path(__file__).parents[1]
 HEAVY = {"flax", "orbax", "matplotlib", "rich", "typer"}
@@ -30,19 +31,6 @@ HEAVY |= {"jax._src.pallas", "jaxmp._tools", "jaxmp._tools.audit", "jaxmp.checkp
 # They are imported when they are first used.
 LAZY = ("_attention", "_autocast", "_gradients._fp32", "_gradients._value_and_grad", "losses")
 HEAVY |= {f"jaxmp.{name}" for name in LAZY}
-
-
-def run_python(code: str, path: Path = ROOT, **options) -> str:
-    """Runs `code` in a new interpreter that imports jaxmp from `path`; returns its output."""
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        env={**os.environ, "PYTHONPATH": str(path), "JAX_PLATFORMS": "cpu"},
-        capture_output=True,
-        text=True,
-        **options,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
 
 
 # ---------------------------------------------------------------------------

@@ -14,6 +14,7 @@ import pytest
 from flax import nnx
 
 import jaxmp
+from arrays import floats
 from grids import EXPENSIVE, fast_cases
 from jaxmp import attention_fn
 from jaxmp._flax._linen_interceptor import module_paths
@@ -22,7 +23,7 @@ from jaxmp._policies._load import PolicyMap
 from jaxmp._policies._policy import Policy, get_policy
 from jaxmp._policies._rules import Rule
 from jaxmp.errors import CompositionError, JaxmpError, PolicyError, RuleError
-from models import MIXED, floats, tokens
+from models import MIXED, tokens
 from models_linen import CNN, MLP, Attention, RawParam, TiedLM, Transformer
 from programs import dtypes, leaf_dtypes, module_path, named, products, relative_error, trace
 

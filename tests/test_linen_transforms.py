@@ -10,12 +10,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from arrays import floats
 from grids import EXPENSIVE, fast_cases
 from jaxmp._flax._linen_interceptor import module_paths
 from jaxmp._flax._linen_model import apply_policy
 from jaxmp._policies._load import PolicyMap
 from jaxmp._policies._rules import Rule
-from models import MIXED, floats
+from models import MIXED
 from models_linen import MLP, Block
 from programs import dtypes, module_path, named, products, trace
 

@@ -14,6 +14,7 @@ from jaxmp._attention._layer import attention_under_policy
 from jaxmp._programs._jaxprs import equations
 from jaxmp._programs._static_values import Scope
 from jaxmp.errors import AttentionError
+from sources import code_of
 
 BATCH, LENGTH, WIDTH = 2, 16, 32
 # Sequences of 16 and 11 tokens; 0 is padding.
@@ -567,7 +568,7 @@ def test_settings_that_a_file_may_not_have(tmp_path, text, message):
     path.write_text(f'extends = "bf16"\n{text}\n')
     with pytest.raises(jaxmp.errors.RecipeError, match=message) as error:
         load_recipe(str(path))
-    fix = "\n".join(line[4:] for line in str(error.value).splitlines() if line[:4] == "    ")
+    fix = code_of(str(error.value))
     table = '[[rules]]\npath = "a"' if "rules" in text else "[attention]"
     mask = "" if "mask" in fix or "rules" in text else 'mask = "causal"'
     path.write_text(f'extends = "bf16"\n{table}\n{mask}\n{fix}\n')

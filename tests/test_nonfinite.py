@@ -1,7 +1,6 @@
 """Located origins of values that are not finite: planted faults, their fixes, and healthy steps."""
 
 import ast
-import importlib.util
 import inspect
 import itertools
 import json
@@ -28,44 +27,24 @@ from jaxmp._tools.audit._trace import trace
 from jaxmp._tools.nonfinite import NonfiniteReport
 from jaxmp._tools.nonfinite._record import Program, Recorded, Recorder
 from planted_nonfinite import HEAD, PLANTS
-from test_audit_fixes import is_target
+from sources import code_of, load_module, replace_expression
 
-NUMBERS = itertools.count()
 BY_NAME = {plant.name: plant for plant in PLANTS}
 
 
-@pytest.fixture(autouse=True)
-def standard_promotion():
-    """The planted programs and their fixes rely on promotion, as user programs do."""
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        yield
+# The planted programs and their fixes rely on promotion, as user programs do.
+pytestmark = pytest.mark.usefixtures("standard_promotion", "rank_promotion")
 
 
 def loaded(program, folder):
     """Returns the function `make` of a module with this source."""
-    file = folder / f"planted_{next(NUMBERS)}.py"
-    file.write_text(program)
-    spec = importlib.util.spec_from_file_location(file.stem, file)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module.make
-
-
-def code_of(fix):
-    """Returns the lines of code of a printed fix."""
-    return "\n".join(line[4:] for line in fix.splitlines() if line.startswith("    "))
+    return load_module(program, folder).make
 
 
 def replaced(program, report):
     """Returns a program in which the code of the fix replaces the expression of the line."""
-    lines = program.splitlines()
-    nodes = [n for n in ast.walk(ast.parse(program)) if isinstance(n, ast.expr)]
-    own = [n for n in nodes if n.lineno == report.line and not is_target(n)]
-    node = next(n for n in own if ast.unparse(n) == report.expression)
-    line = lines[node.lineno - 1]
-    code = f"({code_of(report.fix)})"
-    lines[node.lineno - 1] = line[: node.col_offset] + code + line[node.end_col_offset :]
-    return "\n".join(lines)
+    is_wanted = lambda node: ast.unparse(node) == report.expression
+    return replace_expression(program, report.line, is_wanted, code_of(report.fix))
 
 
 def with_statement(program, variable, code):

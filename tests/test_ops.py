@@ -6,8 +6,6 @@ import functools
 import inspect
 import pickle
 import re
-import subprocess
-import sys
 import tomllib
 from pathlib import Path
 
@@ -25,6 +23,8 @@ from jaxmp._policies._load import PolicyMap, as_op_table
 from jaxmp._policies._op_table import ANY, CATEGORIES, DEFAULT_OPS, JOINT, OpRule, OpTable
 from jaxmp._policies._recipe import list_recipes, load_recipe
 from jaxmp.errors import JaxmpError, OpError, RecipeError
+from processes import run_python
+from sources import code_of
 
 BF16, F16, F32 = (np.dtype(name) for name in ("bfloat16", "float16", "float32"))
 
@@ -56,9 +56,7 @@ KERNEL_CALLS = {"pallas_call", "mpmd_map", "core_map", "mosaic_gpu_p"}
 @pytest.fixture(scope="module")
 def found():
     """Returns the primitives that a jaxpr of the installed JAX can contain."""
-    done = subprocess.run([sys.executable, "-c", COLLECT], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    pairs = [line.split() for line in done.stdout.splitlines()]
+    pairs = [line.split() for line in run_python(COLLECT).splitlines()]
     every = {name for name, _ in pairs}
     return {name for name, module in pairs if not KERNEL.match(module)} | KERNEL_CALLS & every
 
@@ -503,9 +501,8 @@ def test_a_refusal_names_the_location_and_shows_a_fix_that_loads(write, text, wo
     assert message.startswith("'my.toml', line ")
     assert all(word in message for word in words), message
     assert len(message) < 1000  # names the nearest operation, and not all of them
-    shown = "\n".join(line[4:] for line in message.splitlines() if line.startswith("    "))
     line = int(re.search(r"line (\d+)", message)[1])
-    assert load_recipe(write("\n".join([*text.split("\n")[: line - 1], shown])))
+    assert load_recipe(write("\n".join([*text.split("\n")[: line - 1], code_of(message)])))
 
 
 def test_replace(write):

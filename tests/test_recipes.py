@@ -5,7 +5,6 @@ import dataclasses
 import os
 import pickle
 import re
-import subprocess
 import sys
 import tomllib
 from pathlib import Path
@@ -32,6 +31,8 @@ from jaxmp._policies._schema import RULE, TABLES, TOP
 from jaxmp._programs._jaxprs import equations
 from jaxmp.errors import JaxmpError, PolicyError, RecipeError
 from jaxmp.fp8._scaling import KINDS
+from processes import run_python
+from sources import code_of
 
 ROOT = Path(__file__).parents[1]
 ALL = list_recipes()
@@ -50,14 +51,9 @@ POLICIES = {
 }
 
 
-def shown_lines(message):
-    """Returns the indented lines at the end of a message, which are the fix."""
-    return "\n".join(line[4:] for line in message.splitlines() if line.startswith("    "))
-
-
 def fixed_file(text, message):
     """Returns a file in which the fix of a message replaces the faulty line, or a faulty table."""
-    fix, line = shown_lines(message), re.search(r"line (\d+)", message)
+    fix, line = code_of(message), re.search(r"line (\d+)", message)
     if fix.startswith("["):
         return f'extends = "bf16"\n{fix}'
     lines = text.split("\n")
@@ -444,7 +440,7 @@ def test_a_cycle_is_refused(write, names):
     with pytest.raises(RecipeError, match=r"'a\.toml' extends itself: ") as error:
         load_recipe("a.toml")
     assert str(error.value).startswith("'a.toml', line 1, column 1, key 'extends': ")
-    assert load_recipe(write(shown_lines(str(error.value))))
+    assert load_recipe(write(code_of(str(error.value))))
 
 
 def test_a_cycle_through_a_link_is_refused(write):
@@ -574,8 +570,8 @@ def test_a_refusal_names_the_location_and_shows_a_fix_that_loads(write, text, wo
     for word in words:
         assert word in message
     if "Move it there" in message or "Delete one of the two" in message:
-        tomllib.loads(shown_lines(message))
-    elif shown_lines(message) == "load_recipe('bf16')":
+        tomllib.loads(code_of(message))
+    elif code_of(message) == "load_recipe('bf16')":
         assert load_recipe("bf16")
     else:
         assert load_recipe(write(fixed_file(text, message)))
@@ -702,7 +698,7 @@ def test_each_access_builds_a_fresh_loss_scale():
         donated(recipe.loss_scale)
 
 
-def test_loading_touches_no_device():
+def test_loading_touches_no_device(monkeypatch):
     code = (
         "import jax\n"
         "from jaxmp._policies._recipe import load_recipe\n"
@@ -710,15 +706,8 @@ def test_loading_touches_no_device():
         "jax.config.update('jax_num_cpu_devices', 3)\n"  # refused once a backend is set up
         "print(jax.device_count(), recipe.loss_scale.scale_value)"
     )
-    env = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        env=env,
-        cwd=Path(__file__).parents[1],
-        capture_output=True,
-        text=True,
-    )
-    assert done.stdout.split() == ["3", "8.0"], done.stderr
+    monkeypatch.setenv("XLA_FLAGS", "")
+    assert run_python(code).split() == ["3", "8.0"]
 
 
 @pytest.mark.parametrize(

@@ -3,11 +3,8 @@
 import functools
 import importlib.util
 import json
-import os
 import re
 import runpy
-import subprocess
-import sys
 from pathlib import Path
 
 import jax
@@ -30,6 +27,7 @@ from jaxmp._core._targets import (
 from jaxmp._tools.audit._compile import _WITHOUT_GPU, compile_for, describe
 from jaxmp._tools.audit._trace import trace
 from jaxmp.errors import RecipeWarning
+from processes import run_python
 
 X = jax.ShapeDtypeStruct((64, 64), jnp.bfloat16)
 
@@ -273,14 +271,7 @@ print("RESULT" + json.dumps({
 @EXPENSIVE
 @pytest.mark.parametrize("chip", ["v5e", "v5p", "v6e", "tpu7x"])
 def test_programs_for_tpus(chip):
-    done = subprocess.run(
-        [sys.executable, "-c", FOR_TPUS, chip],
-        env={**os.environ, "JAX_PLATFORMS": "cpu"},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    result = json.loads(done.stdout.rpartition("RESULT")[2])
+    result = json.loads(run_python(FOR_TPUS, chip).rpartition("RESULT")[2])
     compiled, traced, device = result["attention"]
     kind = get_target(chip).kind
     assert compiled == traced and device == f"{kind} (no such TPU on this machine)"

@@ -1,0 +1,36 @@
+"""Arrays with reproducible elements, and measures of their errors."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+
+def floats(*shape, seed=0):
+    """Returns normally distributed FP32 numbers, from NumPy."""
+    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), jnp.float32)
+
+
+def normal(seed, *shape, dtype=jnp.float32):
+    """Returns normally distributed numbers, from JAX."""
+    return jax.random.normal(jax.random.key(seed), shape).astype(dtype)
+
+
+def of_size(size, *shape):
+    """Returns values of magnitude at most `size`, one of which is `size`."""
+    return jnp.linspace(-1.0, 1.0, int(np.prod(shape))).reshape(shape) * jnp.float32(size)
+
+
+def f64(array):
+    return np.asarray(array).astype(np.float64)
+
+
+def half_ulp(dtype):
+    """Returns half of the relative and of the absolute spacing of a dtype."""
+    info = jnp.finfo(dtype)
+    return float(info.eps) / 2, float(info.smallest_subnormal) / 2
+
+
+def signal_to_noise(exact, got):
+    """Returns the signal-to-noise ratio in dB, over all elements."""
+    exact, got = f64(exact), f64(got)
+    return 10 * np.log10(np.sum(exact**2) / np.sum((exact - got) ** 2))
