@@ -34,3 +34,18 @@ def signal_to_noise(exact, got):
     """Returns the signal-to-noise ratio in dB, over all elements."""
     exact, got = f64(exact), f64(got)
     return 10 * np.log10(np.sum(exact**2) / np.sum((exact - got) ** 2))
+
+
+def same_bits(a, b):
+    a, b = (np.asarray(jax.random.key_data(x) if _is_key(x) else x) for x in (a, b))
+    return a.dtype == b.dtype and a.tobytes() == b.tobytes()
+
+
+def _is_key(x):
+    return jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+
+
+def changed(old, new):
+    """Returns the paths of the leaves of two trees that are not bit-identical."""
+    pairs = zip(jax.tree.leaves_with_path(old), jax.tree.leaves_with_path(new), strict=True)
+    return [jax.tree_util.keystr(path) for (path, a), (_, b) in pairs if not same_bits(a, b)]

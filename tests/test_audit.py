@@ -221,16 +221,18 @@ def test_a_hard_coded_fp32_layer(policies):
     assert report.matmul_flops["float32", "float32"] == finding.flops
 
 
-def test_a_rule_that_wants_fp32_makes_it_right():
-    policies = jaxmp.PolicyMap("bf16", [jaxmp.Rule("stubborn", "c=f32,o=bf16")])
+@pytest.mark.parametrize(
+    "rule",
+    [
+        jaxmp.Rule("stubborn", "c=f32,o=bf16"),
+        jaxmp.Rule(module_type="HardCoded", policy="c=f32,o=bf16"),
+    ],
+    ids=["path", "type"],
+)
+def test_a_rule_that_wants_fp32_makes_it_right(rule):
+    policies = jaxmp.PolicyMap("bf16", [rule])
     loss, args = linen_loss(Outer(), policies)
     assert audit(jax.grad(loss), *args, recipe=policies).ok
-
-
-def test_a_rule_by_type_allows_what_it_asks_for():
-    policies = jaxmp.PolicyMap(BF16, [jaxmp.Rule(module_type="HardCoded", compute_dtype="f32")])
-    loss, args = linen_loss(Outer(), policies)
-    assert audit(loss, *args, recipe=policies).ok
 
 
 def test_full_precision_is_allowed():

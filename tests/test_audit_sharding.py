@@ -133,11 +133,8 @@ def test_the_fix_of_a_sum_that_remains_is_a_backward_pass():
         return step_of(loss_fn)
 
     args = [shape((WIDTH, WIDTH), P())], BATCH
-    finding = next(
-        f
-        for f in audit(step_with(jnp.matmul), *args, recipe=BF16, target="h200").findings
-        if f.check == "all_reduce_16bit"
-    )
+    report = audit(step_with(jnp.matmul), *args, recipe=BF16, target="h200")
+    finding = the_only(report, "all_reduce_16bit")
     assert finding.severity == "error" and finding.file == __file__
     assert "loss, grads = jaxmp.value_and_grad(loss_fn)(params, batch)" in finding.fix
     code = finding.fix.splitlines()[-1].strip()
@@ -282,11 +279,8 @@ def test_a_constraint_that_the_batch_shares_is_not_the_fix_of_a_gather():
         return jnp.mean(x.astype(jnp.float32) ** 2)
 
     x = shape((ROWS, WIDTH), P(None, "data"))
-    (finding,) = (
-        f
-        for f in compiled(step_of(loss_fn, jax.value_and_grad), batch=x).errors
-        if f.check == "fp32_all_gather"
-    )
+    report = compiled(step_of(loss_fn, jax.value_and_grad), batch=x)
+    (finding,) = (f for f in report.errors if f.check == "fp32_all_gather")
     assert "gathered_sharding_of_w" in finding.fix
 
 

@@ -17,6 +17,7 @@ from grids import EXPENSIVE, fast_cases
 from jaxmp._policies._op_table import CATEGORIES, DEFAULT_OPS
 from jaxmp._policies._recipe import list_recipes, load_recipe
 from jaxmp._tools.cli._app import app
+from processes import run_script
 
 ROOT = Path(__file__).parent.parent
 
@@ -292,8 +293,7 @@ def test_errors_are_red(command, monkeypatch):
 @fast_cases("typer")
 def test_a_missing_package_is_named_with_its_extra(missing):
     code = f"import sys; sys.modules[{missing!r}] = None; import jaxmp._tools.cli"
-    root = Path(jaxmp.__file__).parents[1]
-    done = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True)
+    done = run_script("-c", code)
     assert done.returncode != 0
     assert "MissingDependencyError" in done.stderr and missing in done.stderr
     assert 'pip install "jaxmp[cli]"' in done.stderr
@@ -306,7 +306,7 @@ def test_without_the_extra_it_says_what_to_install(package):
         f"import sys; sys.modules[{package!r}] = None; sys.argv = ['jaxmp', '--help']; "
         "from jaxmp.__main__ import main; main()"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    done = run_script("-c", code)
     assert done.returncode == 2 and not done.stdout
     assert done.stderr == (
         f"jaxmp: {package} is not installed; jaxmp requires it for the jaxmp command. Install it "
@@ -317,8 +317,7 @@ def test_without_the_extra_it_says_what_to_install(package):
 def test_the_command_and_the_module_are_one():
     scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
     assert scripts == {"jaxmp": "jaxmp.__main__:main"}
-    show_help = [sys.executable, "-X", "importtime", "-m", "jaxmp", "--help"]
-    done = subprocess.run(show_help, capture_output=True, text=True, cwd=ROOT)
+    done = run_script("-X", "importtime", "-m", "jaxmp", "--help")
     assert done.returncode == 0 and "show" in done.stdout
     loaded = set(re.findall(r"\| +(\S+)$", done.stderr, re.MULTILINE))
     assert "jaxmp._tools.cli._steps" in loaded

@@ -15,6 +15,7 @@ import jaxmp
 from grids import EXPENSIVE
 from jaxmp._tools.cli import _arguments
 from jaxmp.checkpoint import Checkpointer
+from processes import run_script
 
 ROOT = Path(__file__).parents[1]
 LONG = "x" * 300
@@ -321,7 +322,5 @@ def test_a_file_is_loaded_by_its_path(file, text, command, write, tmp_path, monk
 
 def test_a_missing_package_has_the_exit_status_of_an_error(tmp_path):
     (tmp_path / "typer.py").write_text("raise ModuleNotFoundError('no typer', name='typer')\n")
-    environment = os.environ | {"PYTHONPATH": f"{tmp_path}:{ROOT}"}
-    command = [sys.executable, "-m", "jaxmp", "--help"]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=tmp_path)
+    done = run_script("-m", "jaxmp", "--help", path=f"{tmp_path}:{ROOT}", cwd=tmp_path)
     assert done.returncode == 2 and 'pip install "jaxmp[cli]"' in done.stderr

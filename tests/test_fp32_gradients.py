@@ -28,6 +28,7 @@ from jaxmp._core._compat import described_gpus
 from jaxmp._core._targets import get_target
 from jaxmp._programs._jaxprs import equations
 from jaxmp._tools.audit._compile import describe
+from models_nnx import pure_gradients
 
 ROWS, WIDTH = 64, 8
 
@@ -727,14 +728,7 @@ def nnx_gradients(recipe):
     recipe = load(recipe)
     model = recipe.wrap(NnxModel(nnx.Rngs(0)))
     optimizer = jaxmp.nnx.Optimizer(model, recipe.optimizer(optax.sgd(0.1)))
-    graph, state = nnx.split((model, optimizer))
-
-    def run(state, tokens):
-        model, optimizer = nnx.merge(graph, state)
-        loss_fn = lambda model, tokens: token_loss(model(tokens), tokens)
-        return nnx.to_pure_dict(optimizer.value_and_grad(loss_fn)(model, tokens)[1])
-
-    return run, state
+    return pure_gradients(model, optimizer, lambda m, tokens: token_loss(m(tokens), tokens))
 
 
 def autocast_gradients(recipe):

@@ -16,6 +16,7 @@ from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
 import jaxmp
+from arrays import changed, same_bits
 from grids import EXPENSIVE, fast_cases
 from jaxmp import optim
 from jaxmp._core._trees import all_finite
@@ -28,21 +29,6 @@ from relaxed import relaxed
 BF16 = jaxmp.PolicyMap("p=bf16,c=bf16,o=f32")
 FP16 = jaxmp.PolicyMap("p=f16,c=f16,o=f32")
 FP32 = jaxmp.PolicyMap("p=f32,c=bf16,o=f32")
-
-
-def same_bits(a, b):
-    a, b = (np.asarray(jax.random.key_data(x) if _is_key(x) else x) for x in (a, b))
-    return a.dtype == b.dtype and a.tobytes() == b.tobytes()
-
-
-def _is_key(x):
-    return jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
-
-
-def changed(old, new):
-    """Returns the paths of the leaves that are not bit-identical."""
-    pairs = zip(jax.tree.leaves_with_path(old), jax.tree.leaves_with_path(new), strict=True)
-    return [jax.tree_util.keystr(path) for (path, a), (_, b) in pairs if not same_bits(a, b)]
 
 
 def toy_params(dtype=jnp.float32):

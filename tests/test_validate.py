@@ -21,7 +21,6 @@ from scipy import stats
 import jaxmp
 import validate_coverage
 from grids import EXPENSIVE
-from jaxmp._tools import cli
 from jaxmp._tools.validate import _compare, _driver
 from jaxmp._tools.validate._budget import (
     ACCURACIES,
@@ -173,26 +172,22 @@ def test_only_runs_of_the_same_program_are_taken(whole):
     assert not hasattr(stop.value, "report") and len(calls) == 1
 
 
-def test_the_command_writes_what_it_has_and_goes_on(tmp_path, monkeypatch, capsys, whole):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "run_stop.py").write_text("import test_validate\nmake = None\n")
+def test_the_command_writes_what_it_has_and_goes_on(write, tmp_path, monkeypatch, command, whole):
+    write("import test_validate\nmake = None\n", "run_stop.py")
     make, _ = interrupted_after(5)
     monkeypatch.setattr("jaxmp._tools.cli._arguments.load_function", lambda *a: make)
-    command = ["validate", "run_stop.py:make", "--recipes", "bf16,fp16", "--seeds", "2"]
-    command += ["--steps", "4", "--json", "v.json"]
-    with pytest.raises(SystemExit) as stop:
-        cli.main([*command, "--resume"])
-    assert stop.value.code == 2 and "--resume requires the file" in capsys.readouterr().err
-    with pytest.raises(SystemExit) as stop:
-        cli.main(command)
-    assert stop.value.code == 130 and "with --resume to go on" in capsys.readouterr().err
+    validate = ["validate", "run_stop.py:make", "--recipes", "bf16,fp16", "--seeds", "2"]
+    validate += ["--steps", "4", "--json", "v.json"]
+    code, _, error = command(*validate, "--resume")
+    assert code == 2 and "--resume requires the file" in error
+    code, _, error = command(*validate)
+    assert code == 130 and "with --resume to go on" in error
     report = ValidationReport.from_json((tmp_path / "v.json").read_text())
     assert [each.name for each in report.candidates] == ["bf16"] and len(report.runs) == 5
     make, _ = interrupted_after(100)
-    with pytest.raises(SystemExit) as stop:
-        cli.main([*command, "--resume"])
+    code, _, _ = command(*validate, "--resume")
     report = ValidationReport.from_json((tmp_path / "v.json").read_text())
-    assert stop.value.code in (0, 1, 3) and report.runs == whole.runs
+    assert code in (0, 1, 3) and report.runs == whole.runs
 
 
 # ---------------------------------------------------------------------------
