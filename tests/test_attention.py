@@ -915,14 +915,11 @@ def test_a_policy_fills_in_what_a_layer_leaves_open(names):
     assert names(policies, attention_fn=own) == {"xla"}
 
 
-def test_a_recipe_says_it_in_toml(tmp_path):
-    path = tmp_path / "mine.toml"
-    path.write_text('extends = "bf16"\n[attention]\nimplementation = "blockwise"\n')
-    recipe = jaxmp.load_recipe(path)
+def test_a_recipe_says_it_in_toml(write):
+    text = 'extends = "bf16"\n[attention]\nimplementation = "blockwise"\n'
+    recipe = jaxmp.load_recipe(write(text))
     assert recipe.policies.default.implementation == "blockwise"
-    again = tmp_path / "again.toml"
-    again.write_text(recipe.to_toml())
-    assert jaxmp.load_recipe(again).policies == recipe.policies
+    assert jaxmp.load_recipe(write(recipe.to_toml())).policies == recipe.policies
     assert jaxmp.get_policy(str(recipe.policies.default)) == recipe.policies.default
 
 

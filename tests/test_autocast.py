@@ -334,10 +334,9 @@ def test_the_table_can_be_edited():
         autocast(fn, MIXED, ops={"expp": "low"})
 
 
-def test_the_table_of_a_recipe_counts(tmp_path):
-    path = tmp_path / "mine.toml"
-    path.write_text('extends = "bf16"\n[ops]\nexp = "low"\n')
-    traced = trace(autocast(jnp.exp, jaxmp.load_recipe(str(path))), X.astype(jnp.bfloat16))
+def test_the_table_of_a_recipe_counts(write):
+    recipe = jaxmp.load_recipe(write('extends = "bf16"\n[ops]\nexp = "low"\n'))
+    traced = trace(autocast(jnp.exp, recipe), X.astype(jnp.bfloat16))
     assert dtypes(named(traced, "exp")[0])[0] == BF16
 
 

@@ -291,12 +291,6 @@ matmul = "fp8"
 """
 
 
-def load(tmp_path, text):
-    path = tmp_path / "mine.toml"
-    path.write_text(text)
-    return load_recipe(str(path))
-
-
 @pytest.mark.parametrize(
     ("lines", "scaling"),
     [
@@ -310,13 +304,14 @@ def load(tmp_path, text):
             'scaling = "delayed"\namax_history_len = 16\namax_compute = "most_recent"',
             fp8.DelayedScaling(amax_history_len=16, amax_compute="most_recent"),
         ),
+        ('scaling = "mx"\nrounding = "down"', fp8.MXScaling(rounding="down")),
     ],
 )
-def test_recipe_files(tmp_path, lines, scaling):
-    recipe = load(tmp_path, TOML + lines)
+def test_recipe_files(write, lines, scaling):
+    recipe = load_recipe(write(TOML + lines))
     assert recipe.fp8 == recipe.policies.fp8 == scaling
     assert recipe.policies.default.matmul == "fp8"
-    assert load(tmp_path, recipe.to_toml()) == recipe
+    assert load_recipe(write(recipe.to_toml())) == recipe
     assert pickle.loads(pickle.dumps(recipe)) == recipe
     hash(recipe)
 
@@ -328,11 +323,11 @@ def test_recipes_without_a_table():
     assert recipe.replace(fp8="rowwise") != recipe
 
 
-def test_another_scaling_replaces_the_whole_table(tmp_path):
-    (tmp_path / "base.toml").write_text(TOML + 'scaling = "delayed"\namax_history_len = 2')
-    recipe = load(tmp_path, 'extends = "base.toml"\n[fp8]\nscaling = "rowwise"')
+def test_another_scaling_replaces_the_whole_table(write):
+    write(TOML + 'scaling = "delayed"\namax_history_len = 2', "base.toml")
+    recipe = load_recipe(write('extends = "base.toml"\n[fp8]\nscaling = "rowwise"'))
     assert recipe.fp8 == fp8.RowwiseScaling()
-    recipe = load(tmp_path, 'extends = "base.toml"\n[fp8]\nmargin = 1')
+    recipe = load_recipe(write('extends = "base.toml"\n[fp8]\nmargin = 1'))
     assert recipe.fp8 == fp8.DelayedScaling(amax_history_len=2, margin=1)
 
 
@@ -349,9 +344,9 @@ def test_another_scaling_replaces_the_whole_table(tmp_path):
         ("width = 3", "(?s)unknown key 'width'.*min_width"),
     ],
 )
-def test_recipe_files_that_are_refused(tmp_path, lines, message):
+def test_recipe_files_that_are_refused(write, lines, message):
     with pytest.raises(RecipeError, match=message):
-        load(tmp_path, TOML + lines)
+        load_recipe(write(TOML + lines))
 
 
 class OldCard:

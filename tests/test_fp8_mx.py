@@ -186,17 +186,6 @@ def test_jax_multiplies_the_same():
 # ---------------------------------------------------------------------------
 
 
-def test_a_recipe_file_says_mx(tmp_path):
-    path = tmp_path / "mx.toml"
-    path.write_text(
-        'extends = "fp8"\nsummary = "MXFP8"\n\n[fp8]\nscaling = "mx"\nrounding = "down"\n'
-    )
-    recipe = jaxmp.load_recipe(str(path))
-    assert recipe.fp8 == DOWN
-    path.write_text(recipe.to_toml())
-    assert jaxmp.load_recipe(str(path)).fp8 == DOWN
-
-
 def test_layers_einsum_and_autocast_take_it():
     policies = PolicyMap("p=f32,c=bf16,o=f32,matmul=fp8", fp8=UP)
     x, w = normal(0, 32, 64), normal(1, 64, 4, 32)

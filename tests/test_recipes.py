@@ -103,19 +103,15 @@ def test_half_recipes_keep_heads_and_routers(name):
         assert resolve_policy(policies, other).rule is None
 
 
-def test_scaling_without_products_in_fp8_is_a_contradiction(tmp_path):
-    file = tmp_path / "mine.toml"
-    file.write_text('extends = "bf16"\n[fp8]\nscaling = "rowwise"\n')
+def test_scaling_without_products_in_fp8_is_a_contradiction(write):
     with pytest.raises(RecipeError, match=r'(?s)line 3.*neither.*nor a rule.*matmul = "fp8"'):
-        load_recipe(str(file))
-    file.write_text('extends = "bf16"\n[policy]\nmatmul = "fp8"\n[fp8]\nscaling = "rowwise"\n')
-    assert load_recipe(str(file)).fp8.kind == "rowwise"
+        load_recipe(write('extends = "bf16"\n[fp8]\nscaling = "rowwise"\n'))
+    text = 'extends = "bf16"\n[policy]\nmatmul = "fp8"\n[fp8]\nscaling = "rowwise"\n'
+    assert load_recipe(write(text)).fp8.kind == "rowwise"
     # The scaling of the base recipe does not prevent leaving FP8.
-    file.write_text('extends = "fp8_rowwise"\n[policy]\nmatmul = "default"\n')
-    recipe = load_recipe(str(file))
+    recipe = load_recipe(write('extends = "fp8_rowwise"\n[policy]\nmatmul = "default"\n'))
     assert recipe.fp8 is None
-    file.write_text(recipe.to_toml())
-    assert load_recipe(str(file)).policies == recipe.policies
+    assert load_recipe(write(recipe.to_toml())).policies == recipe.policies
     with pytest.raises(RecipeError, match=r"fp8='rowwise'.*no policy or rule of 'bf16' sets"):
         load_recipe("bf16").replace(fp8="rowwise")
 
