@@ -490,8 +490,9 @@ def free(params, x):
     return mlp(params, x, rows=unchanged)
 
 
-def run_fix(fix, mesh):
-    """Returns the function that the remedy of `reduction_per_microbatch` defines."""
+def remedied(report, mesh=MESH):
+    """Returns the step with the remedy of `reduction_per_microbatch` in a report."""
+    fix = the_only(report, "reduction_per_microbatch").fix
     scope = {"jax": jax, "jnp": jnp, "jaxmp": jaxmp, "P": P, "mesh": mesh, "loss_fn": free}
     split = [NamedSharding(mesh, SPLIT)] * LAYERS
 
@@ -500,7 +501,7 @@ def run_fix(fix, mesh):
         exec(code_of(fix), scope)
         return scope["loss"], scope["grads"]
 
-    return run
+    return step_of(free, lambda _: run)
 
 
 @needs_compiler
@@ -513,8 +514,7 @@ def test_microbatches_under_jit_are_summed_one_by_one_and_the_remedy_sums_once()
     # XLA adds the loss to the same array.
     assert sent(report, "gradient") == {"float32": pytest.approx(PARTS * whole, rel=1e-4)}
 
-    summed_once = run_fix(finding.fix, MESH)
-    report = compiled(step_of(free, lambda _: summed_once), WHOLE)
+    report = compiled(remedied(report), WHOLE)
     assert severities(report) == {}
     assert sent(report, "gradient") == {"float32": pytest.approx(whole, rel=1e-4)}
     assert sum(row.count for row in report.collectives if row.bytes > 4096) == 1
@@ -537,9 +537,8 @@ def test_microbatches_of_reduced_parameters_are_summed_once():
     assert sent(report, "gradient") == {"float32": pytest.approx(4 * LAYERS * ONE, rel=1e-4)}
     # The loss is summed in each microbatch.
     assert not any(row.in_outer_loop and row.bytes > 4096 for row in report.collectives)
-    finding = the_only(compiled(step_of(free, in_parts), params, batch), "reduction_per_microbatch")
-    summed_once = run_fix(finding.fix, mesh)
-    assert severities(compiled(step_of(free, lambda _: summed_once), params, batch)) == {}
+    summed_once = remedied(compiled(step_of(free, in_parts), params, batch), mesh)
+    assert severities(compiled(summed_once, params, batch)) == {}
 
 
 @needs_compiler
@@ -563,10 +562,7 @@ def test_chunks_of_the_loss_are_no_microbatches():
 
 @needs_compiler
 def test_the_remedy_for_microbatches_gathers_weights_in_16_bits():
-    report = compiled(step_of(mlp, in_microbatches))
-    finding = the_only(report, "reduction_per_microbatch")
-    summed_once = run_fix(finding.fix, MESH)
-    report = compiled(step_of(free, lambda _: summed_once))
+    report = compiled(remedied(compiled(step_of(mlp, in_microbatches))))
     assert report.ok and severities(report) == {"kept_weights": "warning"}
     assert "before the loop over microbatches" in the_only(report, "kept_weights").fix
     assert sent(report, "weight") == {"bfloat16": 2 * LAYERS * ONE}
@@ -582,10 +578,8 @@ def test_the_remedy_for_microbatches_leaves_other_axes_automatic():
     by_rows = functools.partial(
         mlp, rows=functools.partial(constrain, spec=P("data", P.UNCONSTRAINED), mesh=mesh)
     )
-    report = compiled(step_of(by_rows, in_microbatches), params, batch)
-    finding = the_only(report, "reduction_per_microbatch")
-    summed_once = run_fix(finding.fix, mesh)
-    report = compiled(step_of(free, lambda _: summed_once), params, batch)
+    summed_once = remedied(compiled(step_of(by_rows, in_microbatches), params, batch), mesh)
+    report = compiled(summed_once, params, batch)
     assert severities(report) == {}
     # Each device has half of each gradient, and sums the activations of each microbatch.
     assert sent(report, "gradient") == {"float32": pytest.approx(4 * ONE, rel=1e-4)}

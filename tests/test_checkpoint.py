@@ -39,7 +39,6 @@ import processes
 from grids import EXPENSIVE, fast_cases, pairwise
 from jaxmp.checkpoint import Checkpointer, load_safetensors, save_safetensors
 from jaxmp.errors import CheckpointError
-from processes import run_python
 
 FP32, PACKED = jaxmp.load_recipe("fp32"), matrix.recipe_of("packed")
 BF16_PARAMS = jaxmp.load_recipe("bf16_params")
@@ -1143,16 +1142,6 @@ def test_leaves_that_orbax_cannot_write_are_refused_by_name(value, tmp_path):
     with pytest.raises(CheckpointError, match=r"Leaf 'train/v' of the state is .*extra="):
         Checkpointer(tmp_path / "run").save(1, {"train": {"v": value}}, recipe="fp32")
     assert not (tmp_path / "run").exists()
-
-
-def test_orbax_is_optional():
-    absent = "import sys; sys.modules['orbax'] = None\nimport jaxmp\n"
-    attempt = (
-        "try: jaxmp.checkpoint\nexcept jaxmp.errors.MissingDependencyError as error: print(error)"
-    )
-    message = run_python(absent + attempt)
-    assert "orbax is not installed; jaxmp requires it for checkpoints" in message
-    assert 'pip install "jaxmp[checkpoint]"' in message
 
 
 # ---------------------------------------------------------------------------

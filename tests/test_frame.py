@@ -64,14 +64,19 @@ def test_flax_loads_when_it_is_touched(name):
     assert "flax" in loaded_by(f"import jaxmp; jaxmp.{name}")
 
 
-def test_a_missing_package_names_an_extra_that_exists():
-    absent = "import sys; sys.modules['flax'] = None\nimport jaxmp\n"
+@pytest.mark.parametrize(
+    ("package", "name", "purpose"),
+    [("flax", "TrainState", ""), ("orbax", "checkpoint", "; jaxmp requires it for checkpoints")],
+)
+def test_a_missing_package_names_an_extra_that_exists(package, name, purpose):
+    absent = f"import sys; sys.modules[{package!r}] = None\nimport jaxmp\n"
     attempt = (
-        "try: jaxmp.TrainState\nexcept jaxmp.errors.MissingDependencyError as error: print(error)"
+        f"try: jaxmp.{name}\nexcept jaxmp.errors.MissingDependencyError as error: print(error)"
     )
     message = run_python(absent + attempt)
+    assert f"{package} is not installed{purpose}" in message
     extra = re.search(r'pip install "jaxmp\[(\w+)\]"', message)[1]
-    assert any(need.startswith("flax") for need in project()["optional-dependencies"][extra])
+    assert any(need.startswith(package) for need in project()["optional-dependencies"][extra])
 
 
 # Parts of the engine of traced programs, which alone loop over equations.
