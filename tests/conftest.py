@@ -13,6 +13,7 @@ import shutil
 import tempfile
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 
 import hypothesis
 import jax
@@ -160,6 +161,18 @@ def write(tmp_path, monkeypatch):
         return name
 
     return write
+
+
+@pytest.fixture
+def card(monkeypatch):
+    """Returns a function that replaces the devices of JAX by a GPU of a compute capability."""
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+
+    def card(capability):
+        gpu = SimpleNamespace(device_kind="NVIDIA A100-SXM4-80GB", compute_capability=capability)
+        monkeypatch.setattr(jax, "local_devices", lambda **_: [gpu])
+
+    return card
 
 
 @pytest.fixture

@@ -373,14 +373,8 @@ def test_scaling_with_a_state_is_refused():
     _ = autocast(jnp.matmul, PolicyMap("bf16", fp8=fp8.DelayedScaling()))
 
 
-class OldCard:
-    device_kind = "NVIDIA A100-SXM4-80GB"
-    compute_capability = "8.0"
-
-
-def test_a_card_without_fp8_is_refused(monkeypatch):
-    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    monkeypatch.setattr(jax, "local_devices", lambda **_: [OldCard()])
+def test_a_card_without_fp8_is_refused(card):
+    card("8.0")
     with pytest.raises(CompositionError, match=r"(?s)A100.*8\.0.*emulate = true"):
         jax.eval_shape(autocast(loss, POLICY), W1, W2, X)
     emulated = PolicyMap(POLICY, fp8=fp8.CurrentScaling(emulate=True))

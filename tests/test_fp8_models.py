@@ -349,26 +349,16 @@ def test_recipe_files_that_are_refused(write, lines, message):
         load_recipe(write(TOML + lines))
 
 
-class OldCard:
-    device_kind = "NVIDIA A100-SXM4-80GB"
-    compute_capability = "8.0"
-
-
-class NewCard(OldCard):
-    compute_capability = "9.0"
-
-
 @pytest.mark.parametrize("emulate", [False, True])
-def test_a_card_without_fp8_is_refused(monkeypatch, emulate):
+def test_a_card_without_fp8_is_refused(card, emulate):
     loss, params = linen_loss(policies(fp8.CurrentScaling(emulate=emulate)))
-    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    monkeypatch.setattr(jax, "local_devices", lambda **_: [OldCard()])
+    card("8.0")
     if emulate:
         assert len(jaxmp.explain(loss)(params).fp8.rows) == 12
     else:
         with pytest.raises(CompositionError, match=r"(?s)A100.*8\.0.*emulate = true"):
             jaxmp.explain(loss)(params)
-    monkeypatch.setattr(jax, "local_devices", lambda **_: [NewCard()])
+    card("9.0")
     assert len(jaxmp.explain(loss)(params).fp8.rows) == 12
 
 
