@@ -20,6 +20,11 @@ def of_size(size, *shape):
     return jnp.linspace(-1.0, 1.0, int(np.prod(shape))).reshape(shape) * jnp.float32(size)
 
 
+def uniform(shape, seed=0):
+    """Returns FP32 numbers between 0.5 and 1.5, of NumPy."""
+    return np.random.default_rng(seed).uniform(0.5, 1.5, shape).astype(np.float32)
+
+
 def f64(array):
     return np.asarray(array).astype(np.float64)
 

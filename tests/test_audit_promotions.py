@@ -15,6 +15,7 @@ import jaxmp
 from byte_gpt import GPT
 from grids import EXPENSIVE
 from jaxmp import audit
+from programs import with_own_gradient
 from relaxed import relaxed
 from train_lm import prepare, prepare_nnx
 
@@ -201,13 +202,6 @@ def into_stream(x, w):
 def into_scanned_stream(x, ws):
     x = x + np.float32(1)
     return lax.scan(lambda x, w: (x + matmul(x.astype(BF16), w), None), x, ws[None])[0].astype(BF16)
-
-
-def with_own_gradient(fn):
-    wrapped = jax.custom_vjp(fn)
-    forward = lambda *args: jax.vjp(fn, *args)
-    wrapped.defvjp(forward, lambda vjp, above: vjp(above))
-    return wrapped
 
 
 @pytest.mark.parametrize("fn", [into_matmul, into_stream, into_scanned_stream])

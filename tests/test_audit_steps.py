@@ -15,6 +15,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 import jaxmp
 from jaxmp import audit
 from jaxmp._tools.report._section import fix_parts
+from programs import with_own_gradient
 from relaxed import relaxed
 
 BF16, F16, F32 = jnp.bfloat16, jnp.float16, jnp.float32
@@ -39,12 +40,6 @@ def loss(w, x, dtype=BF16, around=lambda f: f):
 def scanned(fn):
     """Returns the function inside a loop of one iteration."""
     return lambda w, x: lax.scan(lambda _, __: (fn(w, x), None), fn(w, x), length=1)[0]
-
-
-def with_own_gradient(fn):
-    wrapped = jax.custom_vjp(fn)
-    wrapped.defvjp(lambda *args: jax.vjp(fn, *args), lambda vjp, above: vjp(above))
-    return wrapped
 
 
 AROUND = [lambda f: f, jax.jit, jax.checkpoint, scanned, with_own_gradient]

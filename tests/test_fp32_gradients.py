@@ -21,6 +21,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxmp
 import sharded_functions
+from arrays import uniform
 from gpu_compiler import needs_compiler
 from grids import EXPENSIVE, fast_cases
 from jaxmp._core import _compat
@@ -48,10 +49,6 @@ def low(tree, dtype=jnp.float16):
 
 def full(rows):
     return jnp.sum(rows.astype(jnp.float32)) * 4000
-
-
-def uniform(shape, seed=0):
-    return np.random.default_rng(seed).uniform(0.5, 1.5, shape).astype(np.float32)
 
 
 MATRIX = {"w": uniform((WIDTH, WIDTH))}

@@ -15,6 +15,7 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxmp
+from arrays import uniform
 from grids import fast_cases
 from jaxmp._gradients._fp32._layout import WeightLayout, _reshaped, batch_axes
 from jaxmp._programs._jaxprs import equations
@@ -50,10 +51,6 @@ def gathers(fn, *args):
                 rows.append(str(operand.aval.dtype))
             seen.add(result)
     return sorted(rows)
-
-
-def uniform(shape, seed=0):
-    return np.random.default_rng(seed).uniform(0.5, 1.5, shape).astype(np.float32)
 
 
 PARAMS = {"w": uniform((WIDTH, WIDTH)), "b": uniform(WIDTH, 1), "table": uniform((32, WIDTH), 2)}

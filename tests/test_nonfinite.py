@@ -612,7 +612,6 @@ def test_the_command_reproduces_from_a_checkpoint(page, command, tmp_path):
         state, _ = step(state, batch)
     with jaxmp.checkpoint.Checkpointer(tmp_path / "checkpoints") as checkpointer:
         checkpointer.save(10, state, recipe="bf16", extra={"position": 10})
-        checkpointer.wait()
     arguments = "run.py:make_step", "--checkpoint", "checkpoints", "--json", "-"
     code, out, error = command("locate", *arguments, "--step", "10")
     assert code == 1, error
@@ -647,7 +646,6 @@ def make_step():
     moments.mu.bias[...] = moments.mu.bias[...].at[1].set(jnp.nan)
     with jaxmp.checkpoint.Checkpointer(tmp_path / "checkpoints") as checkpointer:
         checkpointer.save(1, (model, optimizer), recipe="fp32", allow_nonfinite=True)
-        checkpointer.wait()
     arguments = "run.py:make_step", "--checkpoint", "checkpoints", "--json", "-"
     code, out, error = command("locate", *arguments)
     assert code == 1, error

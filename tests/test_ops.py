@@ -24,6 +24,7 @@ from jaxmp._policies._op_table import ANY, CATEGORIES, DEFAULT_OPS, JOINT, OpRul
 from jaxmp._policies._recipe import list_recipes, load_recipe
 from jaxmp.errors import JaxmpError, OpError, RecipeError
 from processes import run_python
+from programs import trace
 from sources import code_of
 
 BF16, F16, F32 = (np.dtype(name) for name in ("bfloat16", "float16", "float32"))
@@ -269,19 +270,6 @@ def operands(dtype):
     return np.linspace(0.2, 0.8, 8).astype(dtype), np.linspace(0.75, 0.3, 8).astype(dtype)
 
 
-def equations(jaxpr):
-    for equation in jaxpr.eqns:
-        yield equation
-        for value in jax.tree.leaves(list(equation.params.values())):
-            inner = getattr(value, "jaxpr", value)
-            if hasattr(inner, "eqns"):
-                yield from equations(inner)
-
-
-def traced(dtype):
-    return list(equations(jax.make_jaxpr(calls)(*operands(dtype)).jaxpr))
-
-
 MOVABLE = {name for name, op in DEFAULT_OPS.items() if len(op.allowed) > 1}
 
 
@@ -290,7 +278,7 @@ def is_floating(variable):
 
 
 def test_every_operation_that_may_be_moved_has_an_example():
-    made = {equation.primitive.name for equation in traced(F32)}
+    made = {equation.primitive.name for equation in trace(calls, *operands(F32))}
     assert MOVABLE - made <= NOT_MADE | ELSEWHERE
     assert not made & NOT_MADE
 
@@ -298,7 +286,7 @@ def test_every_operation_that_may_be_moved_has_an_example():
 @pytest.mark.parametrize("dtype", [F32, BF16, F16], ids=str)
 def test_what_may_be_moved_runs_in_each_dtype_that_a_policy_names(dtype):
     """Operations that JAX cannot run in these dtypes must not be movable to "low" or "fp32"."""
-    for equation in traced(dtype):
+    for equation in trace(calls, *operands(dtype)):
         if equation.primitive.name in MOVABLE:
             variables = filter(is_floating, [*equation.invars, *equation.outvars])
             assert {variable.aval.dtype for variable in variables} <= {dtype}, equation
@@ -334,7 +322,7 @@ def mixes(equation):
 def test_operands_that_must_share_a_dtype_are_known():
     """A row may be "follow" only if JAX accepts operands of two dtypes."""
     seen = {}
-    for equation in equations(jax.make_jaxpr(examples)(*operands(F32)).jaxpr):
+    for equation in trace(examples, *operands(F32)):
         name = equation.primitive.name
         distinct = {id(variable) for variable in equation.invars if is_floating(variable)}
         if name in MOVABLE - PRODUCTS - UNCHECKED and len(distinct) > 1:
