@@ -28,6 +28,7 @@ from rich.console import Console
 
 import jaxmp
 from byte_gpt import GPT
+from findings import the_only
 from grids import each_value, fast_cases
 from jaxmp import audit
 from jaxmp._core._compat import cudnn_version
@@ -55,9 +56,10 @@ def checks(report):
     return {finding.check for finding in report.findings}
 
 
-def the_only(report, check, severity="error"):
-    (found,) = (f for f in report.findings if (f.check, f.severity) == (check, severity))
-    return found
+def note_of(report, check):
+    finding = the_only(report.findings, check)
+    assert finding.severity == "note"
+    return finding
 
 
 def assert_named(finding, module, text):
@@ -212,7 +214,7 @@ def linen_loss(model, policies=BF16):
 def test_a_hard_coded_fp32_layer(policies):
     loss, args = linen_loss(Outer())
     report = audit(jax.grad(loss), *args, recipe=policies)
-    finding = the_only(report, "fp32_matmul")
+    finding = the_only(report.errors, "fp32_matmul")
     assert_named(finding, "stubborn", "a hard-coded FP32 layer")
     assert finding.primitive == "dot_general"
     # Forward, and both gradients.
@@ -264,7 +266,7 @@ def test_precision_highest_is_the_authors_choice():
         return jnp.matmul(x, x, precision="highest")
 
     report = audit(fn, shape(16, 16, dtype=jnp.float32), recipe=BF16)
-    assert report.ok and the_only(report, "fp32_matmul", "warning")
+    assert report.ok and the_only(report.warnings, "fp32_matmul")
 
 
 def test_the_optimizers_own_matmuls_are_not_the_models():
@@ -283,7 +285,7 @@ def test_mixed_operands():
             return lax.dot(x, w)  # a mixed-operand dot
 
     report = audit(fn, shape(16, 64), shape(64, 64, dtype=jnp.float32), recipe=BF16)
-    finding = the_only(report, "mixed_operands")
+    finding = the_only(report.errors, "mixed_operands")
     assert_named(finding, "head", "a mixed-operand dot")
     assert report.matmul_flops == {("bfloat16", "float32"): 2 * 16 * 64 * 64}
     assert checks(report) == {"mixed_operands"}
@@ -368,7 +370,7 @@ def test_a_small_misaligned_matmul_is_a_note():
         return x @ big, x[:1].repeat(8, 0) @ odd
 
     report = audit(fn, shape(4096, 512), shape(512, 4096), shape(512, 10))
-    assert report.ok and the_only(report, "misaligned_matmul", "note")
+    assert report.ok and note_of(report, "misaligned_matmul")
     report.check()
     with pytest.raises(AuditFailedError, match="misaligned_matmul"):
         report.check(speed=True)
@@ -394,8 +396,8 @@ class Router(nn.Module):
 def test_a_half_softmax(gradient):
     loss, args = linen_loss(Router())
     report = audit(jax.grad(loss) if gradient else loss, *args, recipe="bf16")
-    assert_named(the_only(report, "softmax_16bit"), "", "a bf16 softmax")
-    assert the_only(report, "softmax_16bit").primitive == "exp"
+    assert_named(the_only(report.errors, "softmax_16bit"), "", "a bf16 softmax")
+    assert the_only(report.errors, "softmax_16bit").primitive == "exp"
     assert report.counts() == {"softmax_16bit": 1}
 
 
@@ -407,7 +409,9 @@ def test_policies_are_applied_to_models_of_flax_and_to_other_functions():
             return x @ x.T
 
     fixes = [
-        the_only(audit(fn, shape(64, 64, dtype=jnp.float32), recipe="bf16"), "fp32_matmul").fix
+        the_only(
+            audit(fn, shape(64, 64, dtype=jnp.float32), recipe="bf16").errors, "fp32_matmul"
+        ).fix
         for fn in (layer, scoped)
     ]
     assert "load_recipe('bf16').wrap(model)" in fixes[0]
@@ -490,7 +494,7 @@ def test_a_power_iteration_is_fp32_by_design(gradient):
     scaled = lambda w, u: ((w / spectral_norm(w, u)) ** 2).sum()
     assert audit(jax.grad(scaled) if gradient else scaled, w, u, recipe=BF16).ok
     embedding = lambda w, u: (y := w.T @ u) / jnp.linalg.norm(y)
-    the_only(audit(embedding, w, u, recipe=BF16), "fp32_matmul")
+    the_only(audit(embedding, w, u, recipe=BF16).errors, "fp32_matmul")
 
 
 def test_a_rounded_count_is_no_rounded_loss():
@@ -506,7 +510,7 @@ def test_a_rounded_count_is_no_rounded_loss():
 def test_powers_overflow_in_float16_alone():
     assert audit(lambda x: x**3, shape(4, 64)).findings == ()
     report = audit(lambda x: x**3, shape(4, 64, dtype=jnp.float16))
-    assert report.ok and the_only(report, "exp_16bit", "warning").primitive == "integer_pow"
+    assert report.ok and the_only(report.warnings, "exp_16bit").primitive == "integer_pow"
 
 
 @pytest.mark.parametrize("activation", [jax.nn.elu, jax.nn.softplus, jax.nn.selu, jax.nn.mish])
@@ -530,7 +534,7 @@ def test_a_running_sum_by_cumsum():
             return jnp.cumsum(x, axis=0)  # a bf16 running sum
 
     assert_named(
-        the_only(audit(fn, shape(64, 4)), "reduction_16bit"), "scores", "a bf16 running sum"
+        the_only(audit(fn, shape(64, 4)).errors, "reduction_16bit"), "scores", "a bf16 running sum"
     )
 
 
@@ -541,7 +545,7 @@ def test_a_running_sum_in_a_scan():
 
         return lax.scan(body, jnp.zeros(4, jnp.bfloat16), xs)[0]
 
-    finding = the_only(audit(fn, shape(64, 4)), "reduction_16bit")
+    finding = the_only(audit(fn, shape(64, 4)).errors, "reduction_16bit")
     assert_named(finding, "", "a running sum in a carry")
 
 
@@ -587,7 +591,7 @@ def test_gradients_that_a_loop_adds_up_in_16_bits():
         return lax.scan(body, x, length=length)[0].astype(jnp.float32).sum()
 
     args = shape(64, 64), shape(16, 64)
-    finding = the_only(audit(jax.grad(loss), *args), "reduction_16bit")
+    finding = the_only(audit(jax.grad(loss), *args).errors, "reduction_16bit")
     assert finding.severity == "error" and "300 terms" in finding.message
     assert audit(jax.grad(functools.partial(loss, length=9)), *args).findings == ()
     in_fp32 = lambda w, x: loss(w.astype(jnp.bfloat16), x)
@@ -608,7 +612,7 @@ def test_the_gradient_of_a_lookup_depends_on_the_rows_of_the_table():
 
     ids = jax.ShapeDtypeStruct((4096,), jnp.int32)
     assert audit(jax.grad(loss), shape(512, 64), ids).findings == ()
-    finding = the_only(audit(jax.grad(loss), shape(2, 64), ids), "reduction_16bit", "warning")
+    finding = the_only(audit(jax.grad(loss), shape(2, 64), ids).warnings, "reduction_16bit")
     assert "2,048 terms" in finding.message and "stops growing at 256" in finding.message
     gradient = jaxmp.autocast(jax.grad(loss), "bf16")
     (note,) = audit(gradient, shape(2, 64), ids).findings
@@ -648,8 +652,8 @@ def test_silent_promotion():
     args = shape(4, 64), shape(4, 64, dtype=jnp.float32)
     with jax.numpy_dtype_promotion("standard"):
         report = audit(fn, *args, recipe="bf16")
-    assert_named(the_only(report, "implicit_promotion"), "residual", "a silent promotion")
-    assert the_only(report, "implicit_promotion").primitive == "add"
+    assert_named(the_only(report.errors, "implicit_promotion"), "residual", "a silent promotion")
+    assert the_only(report.errors, "implicit_promotion").primitive == "add"
 
 
 @pytest.mark.parametrize(
@@ -702,7 +706,7 @@ class Attention(nn.Module):
 def test_attention_of_jaxmp_says_why_it_is_no_fused_kernel():
     loss, args = linen_loss(Attention())
     report = audit(jax.grad(loss), args[0], shape(16, 64, dtype=jnp.float32), recipe="bf16")
-    finding = the_only(report, "unfused_attention", "note")
+    finding = note_of(report, "unfused_attention")
     assert_named(finding, "attention", "unfused attention")
     # Once per layer, not once per pass; the forward pass has two matmuls.
     assert finding.count == 1 and finding.flops == 2 * 2 * 16 * 16 * 64
@@ -717,7 +721,7 @@ def attention_note(*sizes, around=lambda attend: attend, **options):
             return jaxmp.dot_product_attention(q, q, q, **options)
 
     report = audit(around(attend), shape(*sizes))
-    return the_only(report, "unfused_attention", "note")
+    return note_of(report, "unfused_attention")
 
 
 @pytest.mark.parametrize("around", [lambda f: f, jax.checkpoint, jax.jit])
@@ -779,12 +783,12 @@ def attend(q, k, v):
 def test_why_attention_is_not_fused(fn, size, why):
     with jax.numpy_dtype_promotion("standard"):  # jax.nn.dot_product_attention
         report = audit(fn, *[shape(4, 128, size)] * 3)
-    assert why in the_only(report, "unfused_attention", "note").message
+    assert why in note_of(report, "unfused_attention").message
 
 
 def test_fp32_attention_cannot_be_fused():
     report = audit(attend, *[shape(4, 128, 64, dtype=jnp.float32)] * 3)
-    assert "float32" in the_only(report, "unfused_attention", "note").message
+    assert "float32" in note_of(report, "unfused_attention").message
 
 
 def test_a_softmax_head_is_no_attention():
@@ -843,7 +847,7 @@ def test_optimizer_state_in_train_states(framework):
     else:
         state, step, _ = prepare("bf16", SMALL, tx)
         args, parameters = (state,), state.params
-    finding = the_only(audit(step, *args, TOKENS, recipe="bf16"), "optimizer_state_16bit")
+    finding = the_only(audit(step, *args, TOKENS, recipe="bf16").errors, "optimizer_state_16bit")
     assert "mu" in finding.message
     assert finding.count == len(jax.tree.leaves(parameters))  # one moment of each
     # The innermost line outside of libraries that updates a moment.
@@ -873,7 +877,7 @@ def test_a_dynamic_loss_scale_that_is_never_used(wrap):
         return wrap(functools.partial(scaled_step, used=used))
 
     x = shape(8, 16, dtype=jnp.float32)
-    finding = the_only(audit(step(False), scaled_state(), x), "unused_loss_scale")
+    finding = the_only(audit(step(False), scaled_state(), x).errors, "unused_loss_scale")
     assert "scale" in finding.message and "state.value_and_grad" in finding.fix
     assert audit(step(True), scaled_state(), x).ok
 
@@ -911,7 +915,7 @@ def test_evaluation_needs_no_loss_scale():
 
 def test_a_required_rule_that_never_fired():
     policies = jaxmp.PolicyMap(BF16, [jaxmp.Rule("decoder/**", "c=f32")])
-    finding = the_only(audit(lambda x: x @ x, shape(16, 16), recipe=policies), "unused_rule")
+    finding = the_only(audit(lambda x: x @ x, shape(16, 16), recipe=policies).errors, "unused_rule")
     assert "decoder/**" in finding.message
     # The fix can be pasted.
     (line,) = (line.strip() for line in finding.fix.splitlines() if line.startswith("    "))
@@ -923,7 +927,7 @@ def test_a_required_rule_that_never_fired():
 def test_an_unused_rule_is_compared_with_the_paths_of_the_program():
     policies = jaxmp.PolicyMap("fp32", [jaxmp.Rule("stuborn", "c=f32")])
     loss, args = linen_loss(Outer())
-    finding = the_only(audit(jax.grad(loss), *args, recipe=policies), "unused_rule")
+    finding = the_only(audit(jax.grad(loss), *args, recipe=policies).errors, "unused_rule")
     assert finding.message.endswith("Did you mean 'stubborn'?")
 
 
@@ -1377,9 +1381,10 @@ def test_every_finding_has_a_line():
         return jnp.mean(x)  # a scalar
 
     report = audit(returns_a_scalar, shape(4, 64))
-    assert_named(the_only(report, "loss_16bit"), "", "a scalar")
+    assert_named(the_only(report.errors, "loss_16bit"), "", "a scalar")
     rules = jaxmp.PolicyMap("bf16", [jaxmp.Rule("absent", "c=f32")])
-    finding = the_only(audit(jax.jit(returns_a_scalar), shape(4, 64), recipe=rules), "unused_rule")
+    report = audit(jax.jit(returns_a_scalar), shape(4, 64), recipe=rules)
+    finding = the_only(report.errors, "unused_rule")
     assert finding.line == returns_a_scalar.__code__.co_firstlineno
 
 
@@ -1536,5 +1541,5 @@ def test_a_norm_of_weights_has_its_line(value_and_grad):
     x = jnp.ones((4, 16))
     loss = lambda params: jnp.square(model.apply(params, x).astype(jnp.float32)).mean()
     report = audit(value_and_grad(loss), model.init(jax.random.key(0), x), recipe="bf16")
-    finding = the_only(report, "norm_16bit")
+    finding = the_only(report.errors, "norm_16bit")
     assert finding.text.startswith("return x @ (kernel / jnp.linalg.norm(")

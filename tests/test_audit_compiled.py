@@ -19,6 +19,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import jaxmp
 from byte_gpt import GPT
+from findings import the_only
 from gpu_compiler import needs_compiler
 from grids import EXPENSIVE, fast_cases
 from jaxmp import audit
@@ -36,11 +37,6 @@ H200 = "NVIDIA H200 141GB HBM3e"
 
 def shape(*sizes, dtype=jnp.bfloat16):
     return jax.ShapeDtypeStruct(sizes, dtype)
-
-
-def the_only(report, check):
-    (found,) = (finding for finding in report.findings if finding.check == check)
-    return found
 
 
 def operands(report):
@@ -176,7 +172,7 @@ def test_fp8_products_are_real_where_the_card_has_them():
 
 @needs_compiler
 def test_fp8_products_fall_back_where_the_card_has_none():
-    finding = the_only(audit(fp8_dot, FP8, FP8, target="a100"), "fp8_fallback")
+    finding = the_only(audit(fp8_dot, FP8, FP8, target="a100").findings, "fp8_fallback")
     assert (finding.module, finding.file, finding.line) == (
         "lin",
         str(HERE),
@@ -205,7 +201,7 @@ def test_quantized_and_dequantized_dots(between, falls_back):
     checks = {finding.check for finding in report.errors}
     assert ("fp8_fallback" in checks) == falls_back
     if falls_back:
-        finding = the_only(report, "fp8_fallback")
+        finding = the_only(report.findings, "fp8_fallback")
         assert (finding.module, finding.line) == ("lin", line_of(HERE, "QDQ dot"))
         assert "float8_e4m3fn" in finding.message
 
@@ -250,7 +246,7 @@ def test_what_keeps_a_gpu_from_the_fused_kernel():
     args = shape(2, 1, 4, 64), shape(1, 1, 1, 1, dtype=jnp.bool_)
     report = audit(jax.grad(loss_fn), *args, target="h200")
     assert report.attention == ()
-    finding = the_only(report, "unfused_attention")
+    finding = the_only(report.findings, "unfused_attention")
     assert (finding.module, finding.line) == ("attend", line_of(HERE, "odd attention"))
     assert "mask: the kernel's backward pass" in finding.message and "device" not in finding.message
     assert "use two queries" in finding.fix
@@ -305,7 +301,7 @@ def test_an_fp32_all_gather(mesh):
 
     report, found = gathers(gathered_first)
     assert ("lin", "float32", 512 * 512 * 4) in found
-    finding = the_only(report, "fp32_all_gather")
+    finding = the_only(report.findings, "fp32_all_gather")
     assert (finding.module, finding.file) == ("lin", str(HERE))
     assert "1.05 MB of weights are gathered in float32" in finding.message
     report, found = gathers(cast_first)
@@ -375,13 +371,13 @@ def test_gradients_that_jit_reduces_in_16_bits(mesh):
     step = sharded_step(lambda w: w.astype(jnp.bfloat16))
     args = replicated(mesh, 512, 512), sharded(mesh, 64, 512, dtype=jnp.bfloat16)
     report = audit(step, *args, recipe=BF16, target="h200")
-    finding = the_only(report, "all_reduce_16bit")
+    finding = the_only(report.findings, "all_reduce_16bit")
     assert finding.severity == "error" and "gradients" in finding.message
     (row,) = (row for row in report.collectives if row.dtype == "bfloat16")
     assert (row.content, row.phase, row.axes) == ("gradient", "backward", ("data",))
     assert audit(step, *args, recipe=BF16).ok
     # Without policies, FP32 is not requested.
-    assert the_only(audit(step, *args, target="h200"), "all_reduce_16bit").severity == "warning"
+    assert the_only(audit(step, *args, target="h200").warnings, "all_reduce_16bit")
 
     def mended(w, x):
         def loss_fn(w, x):
@@ -629,7 +625,8 @@ def test_state_that_is_not_donated_is_a_note():
     args = shape(64, 64, dtype=jnp.float32), shape(8, 64, dtype=jnp.float32)
     kept = audit(step, *args, target="h200")
     given = audit(jax.jit(step, donate_argnums=0), *args, target="h200")
-    assert the_only(kept, "undonated_state").severity == "note" and kept.memory.aliased == 0
+    assert the_only(kept.findings, "undonated_state").severity == "note"
+    assert kept.memory.aliased == 0
     assert given.memory.aliased == 64 * 64 * 4
     assert "undonated_state" not in {finding.check for finding in given.findings}
 

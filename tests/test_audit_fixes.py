@@ -12,6 +12,7 @@ import pytest
 from flax import nnx
 
 import jaxmp
+from findings import the_only
 from sources import code_of, load_module, replace_expression
 
 HEAD = "import jax, jax.numpy as jnp, jaxmp\nfrom jax import lax\nbf = jnp.bfloat16\n"
@@ -291,7 +292,7 @@ def test_the_fix_of_16_bit_moments(is_rounded):
     params = {"w": jnp.ones((16, 16), jnp.bfloat16)}
     planted = jaxmp.optim.stochastic_rounding(tx) if is_rounded else tx
     errors = jaxmp.audit(step_of(planted), params, planted.init(params), half()).errors
-    (finding,) = (e for e in errors if e.check == "optimizer_state_16bit")
+    finding = the_only(errors, "optimizer_state_16bit")
     scope = {"jaxmp": jaxmp, "tx": tx}
     exec(code_of(finding.fix), scope)
     mended = scope["tx"]

@@ -13,6 +13,7 @@ from jax.sharding import AxisType, PartitionSpec
 import jaxmp
 from arrays import f64, signal_to_noise
 from byte_gpt import GPT
+from findings import the_only
 from gpu_compiler import needs_compiler
 from jaxmp import PolicyMap, Rule, autocast, fp8, full_precision
 from jaxmp._programs._jaxprs import equations
@@ -354,7 +355,7 @@ def test_a_model_has_the_same_fp8_layers_as_under_module_policies():
 def test_an_audit_names_what_stays_in_16_bits():
     fn = autocast(lambda w, x: jnp.square(x @ w[:, :10] + (x @ w).sum()).sum(), POLICY)
     report = jaxmp.audit(jax.grad(fn), W1, X, recipe=POLICY)
-    (finding,) = (finding for finding in report.findings if finding.check == "not_fp8")
+    finding = the_only(report.findings, "not_fp8")
     assert "N = 10 is not a multiple of 16" in finding.message
 
 
