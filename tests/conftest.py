@@ -12,6 +12,8 @@ import os
 import shutil
 import tempfile
 import warnings
+from pathlib import Path
+from types import SimpleNamespace
 
 import hypothesis
 import jax
@@ -134,6 +136,43 @@ def rank_promotion():
     """Allows rank promotion, for tests of code that broadcasts implicitly."""
     with jax.numpy_rank_promotion("allow"):
         yield
+
+
+@pytest.fixture
+def command(capsys):
+    """Returns a function that runs `jaxmp`; it returns (exit status, output, error output)."""
+    from jaxmp._tools import cli  # noqa: PLC0415  (half a second, which most files do not need)
+
+    def command(*arguments):
+        with pytest.raises(SystemExit) as stop:
+            cli.main([*map(str, arguments)])
+        return stop.value.code, *capsys.readouterr()
+
+    return command
+
+
+@pytest.fixture
+def write(tmp_path, monkeypatch):
+    """Changes to an empty directory; returns a function that writes a file and returns its name."""
+    monkeypatch.chdir(tmp_path)
+
+    def write(text, name="my.toml"):
+        Path(name).write_text(text, encoding="utf-8")
+        return name
+
+    return write
+
+
+@pytest.fixture
+def card(monkeypatch):
+    """Returns a function that replaces the devices of JAX by a GPU of a compute capability."""
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+
+    def card(capability):
+        gpu = SimpleNamespace(device_kind="NVIDIA A100-SXM4-80GB", compute_capability=capability)
+        monkeypatch.setattr(jax, "local_devices", lambda **_: [gpu])
+
+    return card
 
 
 @pytest.fixture

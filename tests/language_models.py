@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+import gpt
 import jaxmp
 
 FRAMEWORKS = ("linen", "nnx")
@@ -42,6 +43,23 @@ def loss_and_gradient(apply, params, tokens_BS):
     """Returns the loss of predicting the next token, and its gradient."""
     inputs, labels = jnp.asarray(tokens_BS[:, :-1]), jnp.asarray(tokens_BS[:, 1:])
     return jax.jit(jax.value_and_grad(lambda params: apply(params, inputs, labels)))(params)
+
+
+def check_training(example, toy, framework, recipe, tokens):
+    """Trains a toy by the command of an example on the tokens 1 to 8, in turn."""
+    (np.arange(4000) % 8 + 1).astype(np.uint16).tofile(tokens)
+    options = dict(steps=20, batch_size=4, lr=2e-2, tokens=tokens)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(example.SIZES, "tiny", toy)
+        losses = example.main(recipe, example.Size["tiny"], gpt.Framework(framework), **options)
+    assert len(losses) == 20 and np.isfinite(losses).all()
+    assert losses[0] > 4.5 and losses[-1] < 2.5
+
+
+def softmax(x):
+    """Computes a softmax over the last axis with NumPy."""
+    e = np.exp(x - x.max(-1, keepdims=True))
+    return e / e.sum(-1, keepdims=True)
 
 
 def check_gradient(reference_loss, params, gradient, tolerance):

@@ -19,6 +19,7 @@ import jaxmp
 import jaxmp.nnx
 import models_linen as in_linen
 import models_nnx as in_nnx
+from arrays import floats
 from jaxmp._flax._linen_interceptor import module_paths
 from jaxmp._policies._load import PolicyMap
 from jaxmp._policies._policy import get_policy
@@ -26,11 +27,6 @@ from jaxmp._policies._rules import Rule
 from programs import equations
 
 MIXED = "p=f32,c=bf16,o=f32"
-
-
-def floats(*shape: int) -> jax.Array:
-    """Returns reproducible normally distributed numbers."""
-    return jnp.asarray(np.random.default_rng(0).normal(size=shape), jnp.float32)
 
 
 def tokens(*shape: int) -> jax.Array:

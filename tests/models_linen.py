@@ -7,6 +7,7 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 
 class MLP(nn.Module):
@@ -270,3 +271,15 @@ class TwoResiduals(nn.Module):
             layers = nn.scan(block, axes, split_rngs={"params": True}, length=2)(self.width)
             return layers(x, None)[0]
         return block(self.width)(block(self.width)(x)[0])[0]
+
+
+class OfEachKind(nn.Module):
+    """Model with one layer of each class, and one with a custom `dot_general`."""
+
+    @nn.compact
+    def __call__(self, x):
+        own = lambda *args, **kwargs: lax.dot_general(*args, **kwargs)
+        x = nn.Dense(30, name="odd")(x)
+        x = nn.Dense(64, name="own", dot_general=own)(x)
+        x = nn.DenseGeneral((4, 16), name="einsum")(x)
+        return nn.DenseGeneral(32, axis=(-2, -1), name="general")(x)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax import lax
 
 from models_linen import sinusoids
 
@@ -302,3 +303,28 @@ class LoRA(nnx.Module):
 
     def __call__(self, x):
         return self.head(nnx.relu(self.hidden(x)))
+
+
+class OfEachKind(nnx.Module):
+    """Model with one layer of each class, and one with a custom `dot_general`."""
+
+    def __init__(self, rngs):
+        own = lambda *args, **kwargs: lax.dot_general(*args, **kwargs)
+        self.odd = nnx.Linear(32, 30, rngs=rngs)
+        self.own = nnx.Linear(30, 64, dot_general=own, rngs=rngs)
+        self.einsum = nnx.Einsum("btd,dnh->btnh", (64, 4, 16), (4, 16), rngs=rngs)
+        self.general = nnx.LinearGeneral((4, 16), 32, axis=(-2, -1), rngs=rngs)
+
+    def __call__(self, x):
+        return self.general(self.einsum(self.own(self.odd(x))))
+
+
+def pure_gradients(model, optimizer, loss_fn):
+    """Returns a function of a state and arguments that returns gradients, and the first state."""
+    graph, state = nnx.split((model, optimizer))
+
+    def gradients(state, *args):
+        model, optimizer = nnx.merge(graph, state)
+        return nnx.to_pure_dict(optimizer.value_and_grad(loss_fn)(model, *args)[1])
+
+    return gradients, state

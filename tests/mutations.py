@@ -858,8 +858,8 @@ MUTATIONS = [
     Mutation(
         "the inner optimizer receives 16-bit gradients",
         "jaxmp/optim/_skip.py",
-        "        grads = _core.cast_floating(updates, _core.FLOAT32)\n",
-        "        grads = updates\n",
+        "full = _core.cast_floating(updates, _core.FLOAT32)\n",
+        "full = updates\n",
         ("test_optim.py::test_sixteen_bit_gradients_reach_the_inner_transformation_in_fp32",),
     ),
     Mutation(

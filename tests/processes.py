@@ -28,6 +28,27 @@ def start(arguments, **variables):
     )
 
 
+def run_script(*arguments, path=ROOT, **options):
+    """Runs Python on the CPU, and returns the completed process, which imports jaxmp from `path`.
+
+    It compiles programs as the tests do, without the optimizations of XLA.
+    """
+    return subprocess.run(
+        [sys.executable, *map(str, arguments)],
+        env={**os.environ, "PYTHONPATH": str(path), "JAX_PLATFORMS": "cpu"},
+        capture_output=True,
+        text=True,
+        **options,
+    )
+
+
+def run_python(code, *arguments, **options):
+    """Runs `code` in a new interpreter, as `run_script` does; returns its output."""
+    done = run_script("-c", code, *arguments, **options)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
 def wait(processes):
     """Waits until all processes have succeeded, and returns the text that each has printed."""
     try:

@@ -30,6 +30,13 @@ def trace(fn: Callable[..., Any], *args: Any) -> list[Any]:
     return list(equations(jax.make_jaxpr(fn)(*args).jaxpr))
 
 
+def with_own_gradient(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a function with a rule for its gradient, which is that of `fn`."""
+    wrapped = jax.custom_vjp(fn)
+    wrapped.defvjp(lambda *args: jax.vjp(fn, *args), lambda vjp, above: vjp(above))
+    return wrapped
+
+
 def module_path(equation: Any) -> str:
     """Returns the module path of an equation, from the name scopes of Flax and autodiff."""
     return str(equation.source_info.name_stack)
@@ -42,6 +49,11 @@ def dtypes(equation: Any) -> tuple[str, ...]:
 
 def products(traced: list[Any]) -> list[Any]:
     return [e for e in traced if e.primitive.name in ("dot_general", "conv_general_dilated")]
+
+
+def operands(fn: Callable[..., Any], *args: Any) -> list[tuple[str, ...]]:
+    """Returns the operand dtypes of every matmul and convolution, in order."""
+    return [dtypes(equation)[:2] for equation in products(trace(fn, *args))]
 
 
 def named(traced: list[Any], *primitives: str) -> list[Any]:

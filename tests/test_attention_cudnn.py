@@ -36,10 +36,10 @@ from test_attention import (
     EXTRAS,
     IMPLEMENTATIONS,
     STATED,
+    check_errors,
     drawn,
     inputs,
     oracle,
-    reference,
     results,
     standard,
 )
@@ -127,29 +127,9 @@ def test_padded_lengths_against_fp64(stand_in, stated, lengths, extras, dtype, g
         call = drawn(lengths, 2 * groups, groups, dtype, (8, 4), seed=0, **options)
         if call.bias is not None:
             call = dataclasses.replace(call, bias=call.bias.astype(dtype))
-        check_errors(call)
+        check_errors(call, {"cudnn": cudnn_attention})
     queries, keys = lengths
     assert ("training", queries + queries % 2, keys + keys % 2) in stand_in
-
-
-def check_errors(call):
-    """Checks that cuDNN's path has at most twice the error of `reference`, or two roundings."""
-    dtype = call.query.dtype
-    shape = (*call.query.shape[:3], call.value.shape[3])
-    d_out = jnp.asarray(np.random.default_rng(1).normal(size=shape), dtype)
-    exact = oracle(call, d_out)
-    usual = results(reference, call, d_out)
-    for name, got, want, other in zip(
-        ("out", "query", "key", "value", "bias"),
-        results(cudnn_attention, call, d_out),
-        exact,
-        usual,
-        strict=False,
-    ):
-        floor = 2 * float(jnp.finfo(dtype).eps) * max(np.abs(want).max(), 1)
-        limit = max(2 * np.abs(other - want).max(), floor)
-        # Also where the result is NaN.
-        assert np.abs(got - want).max() <= limit, name
 
 
 def test_a_forward_pass_is_not_padded(stand_in):

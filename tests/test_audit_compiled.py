@@ -19,14 +19,15 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import jaxmp
 from byte_gpt import GPT
+from findings import the_only
 from gpu_compiler import needs_compiler
 from grids import EXPENSIVE, fast_cases
 from jaxmp import audit
 from jaxmp._core._targets import get_target, targets
-from jaxmp._tools import cli
 from jaxmp._tools.audit import _compile
 from jaxmp._tools.audit._trace import trace
 from relaxed import relaxed
+from sources import line_of
 from train_lm import make_step, prepare_nnx
 
 HERE = Path(__file__)
@@ -34,20 +35,8 @@ BF16 = "p=f32,c=bf16,o=f32"
 H200 = "NVIDIA H200 141GB HBM3e"
 
 
-def line_of(text):
-    """Returns the number of the line of this file that ends with the comment `# text`."""
-    lines = HERE.read_text().splitlines()
-    (found,) = (n for n, line in enumerate(lines, start=1) if line.endswith(f"# {text}"))
-    return found
-
-
 def shape(*sizes, dtype=jnp.bfloat16):
     return jax.ShapeDtypeStruct(sizes, dtype)
-
-
-def the_only(report, check):
-    (found,) = (finding for finding in report.findings if finding.check == check)
-    return found
 
 
 def operands(report):
@@ -183,8 +172,12 @@ def test_fp8_products_are_real_where_the_card_has_them():
 
 @needs_compiler
 def test_fp8_products_fall_back_where_the_card_has_none():
-    finding = the_only(audit(fp8_dot, FP8, FP8, target="a100"), "fp8_fallback")
-    assert (finding.module, finding.file, finding.line) == ("lin", str(HERE), line_of("FP8 dot"))
+    finding = the_only(audit(fp8_dot, FP8, FP8, target="a100").findings, "fp8_fallback")
+    assert (finding.module, finding.file, finding.line) == (
+        "lin",
+        str(HERE),
+        line_of(HERE, "FP8 dot"),
+    )
     assert "float8_e4m3fn" in finding.message and "float16" in finding.message
 
 
@@ -208,8 +201,8 @@ def test_quantized_and_dequantized_dots(between, falls_back):
     checks = {finding.check for finding in report.errors}
     assert ("fp8_fallback" in checks) == falls_back
     if falls_back:
-        finding = the_only(report, "fp8_fallback")
-        assert (finding.module, finding.line) == ("lin", line_of("QDQ dot"))
+        finding = the_only(report.findings, "fp8_fallback")
+        assert (finding.module, finding.line) == ("lin", line_of(HERE, "QDQ dot"))
         assert "float8_e4m3fn" in finding.message
 
 
@@ -240,7 +233,7 @@ def test_attention_kernels(implementation):
             ("attend", "forward", "__cudnn$fmhaSoftmax", "bfloat16"),
             ("attend", "backward", "__cudnn$fmhaSoftmaxBackward", "bfloat16"),
         }
-        assert {row.line for row in report.attention} == {line_of("attention")}
+        assert {row.line for row in report.attention} == {line_of(HERE, "attention")}
 
 
 @needs_compiler
@@ -253,8 +246,8 @@ def test_what_keeps_a_gpu_from_the_fused_kernel():
     args = shape(2, 1, 4, 64), shape(1, 1, 1, 1, dtype=jnp.bool_)
     report = audit(jax.grad(loss_fn), *args, target="h200")
     assert report.attention == ()
-    finding = the_only(report, "unfused_attention")
-    assert (finding.module, finding.line) == ("attend", line_of("odd attention"))
+    finding = the_only(report.findings, "unfused_attention")
+    assert (finding.module, finding.line) == ("attend", line_of(HERE, "odd attention"))
     assert "mask: the kernel's backward pass" in finding.message and "device" not in finding.message
     assert "use two queries" in finding.fix
 
@@ -308,7 +301,7 @@ def test_an_fp32_all_gather(mesh):
 
     report, found = gathers(gathered_first)
     assert ("lin", "float32", 512 * 512 * 4) in found
-    finding = the_only(report, "fp32_all_gather")
+    finding = the_only(report.findings, "fp32_all_gather")
     assert (finding.module, finding.file) == ("lin", str(HERE))
     assert "1.05 MB of weights are gathered in float32" in finding.message
     report, found = gathers(cast_first)
@@ -378,13 +371,13 @@ def test_gradients_that_jit_reduces_in_16_bits(mesh):
     step = sharded_step(lambda w: w.astype(jnp.bfloat16))
     args = replicated(mesh, 512, 512), sharded(mesh, 64, 512, dtype=jnp.bfloat16)
     report = audit(step, *args, recipe=BF16, target="h200")
-    finding = the_only(report, "all_reduce_16bit")
+    finding = the_only(report.findings, "all_reduce_16bit")
     assert finding.severity == "error" and "gradients" in finding.message
     (row,) = (row for row in report.collectives if row.dtype == "bfloat16")
     assert (row.content, row.phase, row.axes) == ("gradient", "backward", ("data",))
     assert audit(step, *args, recipe=BF16).ok
     # Without policies, FP32 is not requested.
-    assert the_only(audit(step, *args, target="h200"), "all_reduce_16bit").severity == "warning"
+    assert the_only(audit(step, *args, target="h200").warnings, "all_reduce_16bit")
 
     def mended(w, x):
         def loss_fn(w, x):
@@ -568,7 +561,9 @@ def test_host_callbacks_are_refused_with_their_line():
         jax.debug.print("{}", x[0, 0])  # print
         return x @ x
 
-    place = rf"test_audit_compiled\.py:{line_of('print')}\), which cannot be compiled for h200"
+    place = (
+        rf"test_audit_compiled\.py:{line_of(HERE, 'print')}\), which cannot be compiled for h200"
+    )
     with pytest.raises(jaxmp.errors.AuditError, match=place):
         audit(f, shape(8, 8), target="h200")
 
@@ -630,7 +625,8 @@ def test_state_that_is_not_donated_is_a_note():
     args = shape(64, 64, dtype=jnp.float32), shape(8, 64, dtype=jnp.float32)
     kept = audit(step, *args, target="h200")
     given = audit(jax.jit(step, donate_argnums=0), *args, target="h200")
-    assert the_only(kept, "undonated_state").severity == "note" and kept.memory.aliased == 0
+    assert the_only(kept.findings, "undonated_state").severity == "note"
+    assert kept.memory.aliased == 0
     assert given.memory.aliased == 64 * 64 * 4
     assert "undonated_state" not in {finding.check for finding in given.findings}
 
@@ -659,11 +655,9 @@ def small_step(tmp_path):
 
 
 @needs_compiler
-def test_the_command_compiles(small_step, capsys):
-    with pytest.raises(SystemExit) as stop:
-        cli.main(["audit", small_step, "--recipe", "bf16", "--target", "h200"])
-    out = capsys.readouterr().out
-    assert stop.value.code == 0
+def test_the_command_compiles(small_step, command):
+    status, out, _ = command("audit", small_step, "--recipe", "bf16", "--target", "h200")
+    assert status == 0
     assert "Matmuls in the compiled program" in out and "compiled for NVIDIA H200" in out
 
 

@@ -1,8 +1,6 @@
 """Printed fixes, applied to the source of planted programs."""
 
 import ast
-import importlib.util
-import itertools
 import re
 
 import flax.linen as nn
@@ -14,16 +12,12 @@ import pytest
 from flax import nnx
 
 import jaxmp
+from findings import the_only
+from sources import code_of, load_module, replace_expression
 
 HEAD = "import jax, jax.numpy as jnp, jaxmp\nfrom jax import lax\nbf = jnp.bfloat16\n"
-NUMBERS = itertools.count()
-
-
-@pytest.fixture(autouse=True)
-def standard_promotion():
-    """The planted programs and their fixes rely on promotion, as user programs do."""
-    with jax.numpy_dtype_promotion("standard"):
-        yield
+# The planted programs and their fixes rely on promotion, as user programs do.
+pytestmark = pytest.mark.usefixtures("standard_promotion")
 
 
 class Bare(ast.NodeTransformer):
@@ -60,27 +54,18 @@ def with_fix(source, finding):
 
 def replaced(source, number, code):
     """Returns the source with the outermost expression of a line that `code` casts replaced."""
-    lines, wanted = source.splitlines(), bare(ast.parse(code, mode="eval").body)
-    nodes = (n for n in ast.walk(ast.parse(source)) if isinstance(n, ast.expr))
-    nodes = (n for n in nodes if n.lineno == number and not is_target(n))
-    node = next(n for n in nodes if bare(n, ("jnp.float32",)) == wanted)
-    line = lines[number - 1]
-    lines[number - 1] = line[: node.col_offset] + f"({code})" + line[node.end_col_offset :]
-    return "\n".join(lines)
+    wanted = bare(ast.parse(code, mode="eval").body)
+    return replace_expression(source, number, lambda n: bare(n, ("jnp.float32",)) == wanted, code)
 
 
-def is_target(node):
-    return isinstance(getattr(node, "ctx", None), ast.Store)
+def source_of(body):
+    """Returns the source of a function `loss_fn(x)` with the lines of a body."""
+    return HEAD + "\n".join(["def loss_fn(x):", *(f"    {line}" for line in body)]) + "\n"
 
 
 def loaded(source, folder):
     """Returns the function `loss_fn` of a module with this source."""
-    file = folder / f"planted_{next(NUMBERS)}.py"
-    file.write_text(source)
-    spec = importlib.util.spec_from_file_location(file.stem, file)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return jax.jit(module.loss_fn)
+    return jax.jit(load_module(source, folder).loss_fn)
 
 
 def compiled(fn, *args):
@@ -95,7 +80,7 @@ def error_of(loss_fn, exact, x):
 
 def assert_fixed(body, exact, x, folder):
     """Asserts that the fixes of a program remove all findings, and that its error decreases."""
-    source = HEAD + "\n".join(["def loss_fn(x):", *(f"    {line}" for line in body)]) + "\n"
+    source = source_of(body)
     planted = loss_fn = loaded(source, folder)
     for _ in range(4):
         errors = jaxmp.audit(loss_fn, x).errors
@@ -220,7 +205,7 @@ def test_the_fix_of_a_rounded_argument_outside_of_modules_names_the_cast(tmp_pat
         "return jnp.sin(a).astype(jnp.float32).sum()",
     ]
     x = jnp.linspace(0, 900, 64)
-    source = HEAD + "\n".join(["def loss_fn(x):", *(f"    {line}" for line in body)]) + "\n"
+    source = source_of(body)
     (finding,) = jaxmp.audit(loaded(source, tmp_path), x, recipe="bf16").errors
     assert finding.check == "rounded_input" and "NAME" not in finding.fix
     mended = loaded(with_fix(source, finding), tmp_path)
@@ -251,7 +236,7 @@ def test_the_fix_of_a_wide_result_keeps_its_precision():
 
 def test_the_fix_of_a_cast_to_fp32_names_the_expression(tmp_path):
     body = ["wide = jnp.float32", "y = x.astype(wide)", "return (y @ y.T).sum()"]
-    source = HEAD + "\n".join(["def loss_fn(x):", *(f"    {line}" for line in body)]) + "\n"
+    source = source_of(body)
     (finding,) = jaxmp.audit(loaded(source, tmp_path), half(), recipe="bf16").errors
     assert "replace x.astype(wide) by:" in finding.fix
     mended = loaded(replaced(source, 6, finding.fix.splitlines()[1].strip()), tmp_path)
@@ -269,7 +254,7 @@ def test_the_fix_of_a_cast_to_fp32_names_the_expression(tmp_path):
 )
 def test_the_fix_of_two_dtypes_casts_the_wide_operand(line, checks, tmp_path):
     body = [line, "return y.astype(bf).sum().astype(jnp.float32) + (y @ y.T).sum()"]
-    source = HEAD + "\n".join(["def loss_fn(x):", *(f"    {line}" for line in body)]) + "\n"
+    source = source_of(body)
     errors = jaxmp.audit(loaded(source, tmp_path), half(), recipe="bf16").errors
     assert {error.check for error in errors} <= checks | {"loss_16bit"}
     finding = next(e for e in errors if e.check in ("implicit_promotion", "mixed_operands"))
@@ -307,9 +292,9 @@ def test_the_fix_of_16_bit_moments(is_rounded):
     params = {"w": jnp.ones((16, 16), jnp.bfloat16)}
     planted = jaxmp.optim.stochastic_rounding(tx) if is_rounded else tx
     errors = jaxmp.audit(step_of(planted), params, planted.init(params), half()).errors
-    (finding,) = (e for e in errors if e.check == "optimizer_state_16bit")
+    finding = the_only(errors, "optimizer_state_16bit")
     scope = {"jaxmp": jaxmp, "tx": tx}
-    exec("\n".join(line[4:] for line in finding.fix.splitlines() if line[:4] == "    "), scope)
+    exec(code_of(finding.fix), scope)
     mended = scope["tx"]
     assert jaxmp.audit(step_of(mended), params, mended.init(params), half()).ok
 
@@ -463,7 +448,7 @@ def calls_of(text):
 
 def test_matmuls_that_leave_16_bits_have_their_share_of_bytes(tmp_path):
     body = ["y = x @ jnp.ones((16, 16), bf)", "return (y @ jnp.ones((16, 16))).sum()"]
-    source = HEAD + "\n".join(["def loss_fn(x):", *(f"    {line}" for line in body)]) + "\n"
+    source = source_of(body)
     (finding,) = (
         f
         for f in jaxmp.audit(loaded(source, tmp_path), half()).errors

@@ -13,8 +13,10 @@ from jax import lax
 
 import jaxmp
 from byte_gpt import GPT
+from findings import the_only
 from grids import EXPENSIVE
 from jaxmp import audit
+from programs import with_own_gradient
 from relaxed import relaxed
 from train_lm import prepare, prepare_nnx
 
@@ -203,19 +205,12 @@ def into_scanned_stream(x, ws):
     return lax.scan(lambda x, w: (x + matmul(x.astype(BF16), w), None), x, ws[None])[0].astype(BF16)
 
 
-def with_own_gradient(fn):
-    wrapped = jax.custom_vjp(fn)
-    forward = lambda *args: jax.vjp(fn, *args)
-    wrapped.defvjp(forward, lambda vjp, above: vjp(above))
-    return wrapped
-
-
 @pytest.mark.parametrize("fn", [into_matmul, into_stream, into_scanned_stream])
 @pytest.mark.parametrize("around", [lambda f: f, jax.jit, jax.checkpoint, with_own_gradient])
 def test_an_fp32_constant_that_does_harm_is_one_fault(fn, around):
     gradient = jax.grad(lambda x, w: around(fn)(x, w).astype(jnp.float32).sum())
     for step in (around(fn), gradient):
-        (finding,) = (f for f in audit(step, X, W).errors if f.check == "implicit_promotion")
+        finding = the_only(audit(step, X, W).errors, "implicit_promotion")
         assert ", and " in finding.message and finding.file == __file__
 
 
@@ -237,7 +232,7 @@ def test_fp32_logits_that_promote_a_bias_are_returned_as_probabilities():
 
 
 def test_fixes_of_promotions_name_what_promotes():
-    (finding,) = (f for f in audit(into_matmul, X, W).errors if f.check == "implicit_promotion")
+    finding = the_only(audit(into_matmul, X, W).errors, "implicit_promotion")
     assert finding.fix.endswith("which does not promote:\n    x * 0.5")
     assert audit(lambda x, w: matmul(x * 0.5, w), X, W).findings == ()
 
@@ -291,6 +286,6 @@ def test_float64_that_promotes():
         wide = jax.ShapeDtypeStruct((8, 16, 64), jnp.float32)
         for x in (X, wide):
             report = audit(fn, x, jnp.ones(64, jnp.float64))
-            (finding,) = (f for f in report.errors if f.check == "implicit_promotion")
+            finding = the_only(report.errors, "implicit_promotion")
             assert f"{x.dtype.name} * float64 is computed in float64" in finding.message
         assert audit(fn, wide, jnp.ones(64, jnp.float32)).ok

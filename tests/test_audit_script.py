@@ -370,10 +370,9 @@ def test_a_script_without_gradients_prints_and_reads_options_behind_a_double_das
         ([], "0 arguments instead of 1"),
     ],
 )
-def test_mistakes_are_refused_before_the_script_runs(capsys, arguments, message):
-    with pytest.raises(SystemExit) as stop:
-        cli.main(["audit", *arguments])
-    assert stop.value.code == 2 and message in capsys.readouterr().err
+def test_mistakes_are_refused_before_the_script_runs(command, arguments, message):
+    status, _, error = command("audit", *arguments)
+    assert status == 2 and message in error
 
 
 @EXPENSIVE

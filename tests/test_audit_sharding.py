@@ -16,11 +16,13 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxmp
+from findings import the_only
 from gpu_compiler import needs_compiler
 from grids import fast_cases
 from jaxmp import audit
 from jaxmp._tools.audit._hlo import Program
 from jaxmp._tools.audit._hlo_collectives import mesh_axes
+from sources import code_of
 
 BF16 = "p=f32,c=bf16,o=f32"
 WIDTH, ROWS, LAYERS = 512, 2048, 3
@@ -89,11 +91,6 @@ def severities(report):
     return {f.check: f.severity for f in report.findings if f.check in CHECKS}
 
 
-def the_only(report, check):
-    (finding,) = (finding for finding in report.findings if finding.check == check)
-    return finding
-
-
 def sent(report, content, operation=""):
     """Returns dtype -> bytes of the arrays above 4 kB with a content."""
     sums = {}
@@ -132,11 +129,8 @@ def test_the_fix_of_a_sum_that_remains_is_a_backward_pass():
         return step_of(loss_fn)
 
     args = [shape((WIDTH, WIDTH), P())], BATCH
-    finding = next(
-        f
-        for f in audit(step_with(jnp.matmul), *args, recipe=BF16, target="h200").findings
-        if f.check == "all_reduce_16bit"
-    )
+    report = audit(step_with(jnp.matmul), *args, recipe=BF16, target="h200")
+    finding = the_only(report.findings, "all_reduce_16bit")
     assert finding.severity == "error" and finding.file == __file__
     assert "loss, grads = jaxmp.value_and_grad(loss_fn)(params, batch)" in finding.fix
     code = finding.fix.splitlines()[-1].strip()
@@ -261,7 +255,7 @@ def test_the_fix_of_a_gather_is_the_constraint_of_the_program(name, tmp_path):
     with jax.sharding.use_abstract_mesh(mesh) if mesh else contextlib.nullcontext():
         step, file = gathering_step(code, tmp_path)
         report = compiled(step)
-        (finding,) = (f for f in report.errors if f.check == "fp32_all_gather")
+        finding = the_only(report.errors, "fp32_all_gather")
         assert finding.file == file and finding.text == f"x = jax.nn.relu(x @ {code})"
         fix = finding.fix.splitlines()[-1].strip()
         assert sent(report, "weight")["float32"] >= 4 * ONE
@@ -281,11 +275,8 @@ def test_a_constraint_that_the_batch_shares_is_not_the_fix_of_a_gather():
         return jnp.mean(x.astype(jnp.float32) ** 2)
 
     x = shape((ROWS, WIDTH), P(None, "data"))
-    (finding,) = (
-        f
-        for f in compiled(step_of(loss_fn, jax.value_and_grad), batch=x).errors
-        if f.check == "fp32_all_gather"
-    )
+    report = compiled(step_of(loss_fn, jax.value_and_grad), batch=x)
+    finding = the_only(report.errors, "fp32_all_gather")
     assert "gathered_sharding_of_w" in finding.fix
 
 
@@ -359,7 +350,7 @@ def test_zero_1_gathers_updated_parameters_as_they_are_stored():
     report = zero_1("bf16")
     assert report.ok and severities(report) == {"fp32_all_gather": "warning"}
     assert sent(report, "update", "all-gather") == {"float32": 4 * LAYERS * ONE}
-    finding = the_only(report, "fp32_all_gather")
+    finding = the_only(report.findings, "fp32_all_gather")
     assert "of updated parameters are gathered in float32" in finding.message
     exec(finding.fix.splitlines()[-1].strip(), {"jaxmp": jaxmp}, scope := {})
     report = zero_1(scope["recipe"].name)
@@ -408,7 +399,7 @@ def test_activations_gathered_over_the_axis_of_the_weights(is_placed):
         return step(params, constrain(x, P("data")))
 
     report = compiled(step if is_placed else jax.jit(placed_step), params, batch)
-    finding = the_only(report, "activation_all_gather")
+    finding = the_only(report.findings, "activation_all_gather")
     assert finding.severity == "warning" and finding.module == "layer_0"
     assert "65.5 kB of activations are gathered over the axis 'data'" in finding.message
     assert sent(report, "weight") == {}
@@ -442,7 +433,7 @@ def test_activations_gathered_although_they_are_constrained():
 
     report = run(loss_fn)
     assert severities(report)["activation_all_gather"] == "warning"
-    fix = the_only(report, "activation_all_gather").fix.splitlines()[-1]
+    fix = the_only(report.findings, "activation_all_gather").fix.splitlines()[-1]
 
     def fixed(params, tokens):
         scope = {"jax": jax, "params": params, "params_shardings": shardings}
@@ -457,7 +448,7 @@ def test_activations_gathered_although_they_are_constrained():
 @needs_compiler
 def test_gathered_weights_that_are_kept_until_the_backward_pass():
     report = compiled(step_of(mlp))
-    finding = the_only(report, "kept_weights")
+    finding = the_only(report.findings, "kept_weights")
     # The backward pass does not multiply by the first weight.
     kept = 2 * (LAYERS - 1) * ONE
     assert finding.severity == "warning" and f"{kept / 1e6:.2f} MB" in finding.message
@@ -473,7 +464,7 @@ def test_gathered_weights_that_are_kept_until_the_backward_pass():
 
     recipe = jaxmp.load_recipe("bf16").replace(regather=False)
     step = step_of(split, functools.partial(jaxmp.value_and_grad, regather=recipe.regather))
-    finding = the_only(compiled(step, policies=recipe), "kept_weights")
+    finding = the_only(compiled(step, policies=recipe).findings, "kept_weights")
     exec(finding.fix.splitlines()[-1].strip(), scope := {"recipe": recipe})
     assert scope["recipe"].regather
 
@@ -495,18 +486,18 @@ def free(params, x):
     return mlp(params, x, rows=unchanged)
 
 
-def run_fix(fix, mesh):
-    """Returns the function that the remedy of `reduction_per_microbatch` defines."""
-    code = "\n".join(line[4:] for line in fix.splitlines() if line.startswith("    "))
+def remedied(report, mesh=MESH):
+    """Returns the step with the remedy of `reduction_per_microbatch` in a report."""
+    fix = the_only(report.findings, "reduction_per_microbatch").fix
     scope = {"jax": jax, "jnp": jnp, "jaxmp": jaxmp, "P": P, "mesh": mesh, "loss_fn": free}
     split = [NamedSharding(mesh, SPLIT)] * LAYERS
 
     def run(params, batch):
         scope.update(params=params, batch=batch, params_shardings=split)
-        exec(code, scope)
+        exec(code_of(fix), scope)
         return scope["loss"], scope["grads"]
 
-    return run
+    return step_of(free, lambda _: run)
 
 
 @needs_compiler
@@ -514,13 +505,12 @@ def test_microbatches_under_jit_are_summed_one_by_one_and_the_remedy_sums_once()
     whole = 4 * LAYERS * ONE
     report = compiled(step_of(mlp, in_microbatches), WHOLE)
     assert severities(report) == {"reduction_per_microbatch": "warning"}
-    finding = the_only(report, "reduction_per_microbatch")
+    finding = the_only(report.findings, "reduction_per_microbatch")
     assert "12.6 MB of gradients" in finding.message and "a loop over 4" in finding.message
     # XLA adds the loss to the same array.
     assert sent(report, "gradient") == {"float32": pytest.approx(PARTS * whole, rel=1e-4)}
 
-    summed_once = run_fix(finding.fix, MESH)
-    report = compiled(step_of(free, lambda _: summed_once), WHOLE)
+    report = compiled(remedied(report), WHOLE)
     assert severities(report) == {}
     assert sent(report, "gradient") == {"float32": pytest.approx(whole, rel=1e-4)}
     assert sum(row.count for row in report.collectives if row.bytes > 4096) == 1
@@ -543,9 +533,8 @@ def test_microbatches_of_reduced_parameters_are_summed_once():
     assert sent(report, "gradient") == {"float32": pytest.approx(4 * LAYERS * ONE, rel=1e-4)}
     # The loss is summed in each microbatch.
     assert not any(row.in_outer_loop and row.bytes > 4096 for row in report.collectives)
-    finding = the_only(compiled(step_of(free, in_parts), params, batch), "reduction_per_microbatch")
-    summed_once = run_fix(finding.fix, mesh)
-    assert severities(compiled(step_of(free, lambda _: summed_once), params, batch)) == {}
+    summed_once = remedied(compiled(step_of(free, in_parts), params, batch), mesh)
+    assert severities(compiled(summed_once, params, batch)) == {}
 
 
 @needs_compiler
@@ -569,12 +558,9 @@ def test_chunks_of_the_loss_are_no_microbatches():
 
 @needs_compiler
 def test_the_remedy_for_microbatches_gathers_weights_in_16_bits():
-    report = compiled(step_of(mlp, in_microbatches))
-    finding = the_only(report, "reduction_per_microbatch")
-    summed_once = run_fix(finding.fix, MESH)
-    report = compiled(step_of(free, lambda _: summed_once))
+    report = compiled(remedied(compiled(step_of(mlp, in_microbatches))))
     assert report.ok and severities(report) == {"kept_weights": "warning"}
-    assert "before the loop over microbatches" in the_only(report, "kept_weights").fix
+    assert "before the loop over microbatches" in the_only(report.findings, "kept_weights").fix
     assert sent(report, "weight") == {"bfloat16": 2 * LAYERS * ONE}
     assert sent(report, "gradient") == {"float32": pytest.approx(4 * LAYERS * ONE, rel=1e-4)}
 
@@ -588,10 +574,8 @@ def test_the_remedy_for_microbatches_leaves_other_axes_automatic():
     by_rows = functools.partial(
         mlp, rows=functools.partial(constrain, spec=P("data", P.UNCONSTRAINED), mesh=mesh)
     )
-    report = compiled(step_of(by_rows, in_microbatches), params, batch)
-    finding = the_only(report, "reduction_per_microbatch")
-    summed_once = run_fix(finding.fix, mesh)
-    report = compiled(step_of(free, lambda _: summed_once), params, batch)
+    summed_once = remedied(compiled(step_of(by_rows, in_microbatches), params, batch), mesh)
+    report = compiled(summed_once, params, batch)
     assert severities(report) == {}
     # Each device has half of each gradient, and sums the activations of each microbatch.
     assert sent(report, "gradient") == {"float32": pytest.approx(4 * ONE, rel=1e-4)}

@@ -13,8 +13,10 @@ from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jaxmp
+from findings import the_only
 from jaxmp import audit
 from jaxmp._tools.report._section import fix_parts
+from programs import with_own_gradient
 from relaxed import relaxed
 
 BF16, F16, F32 = jnp.bfloat16, jnp.float16, jnp.float32
@@ -39,12 +41,6 @@ def loss(w, x, dtype=BF16, around=lambda f: f):
 def scanned(fn):
     """Returns the function inside a loop of one iteration."""
     return lambda w, x: lax.scan(lambda _, __: (fn(w, x), None), fn(w, x), length=1)[0]
-
-
-def with_own_gradient(fn):
-    wrapped = jax.custom_vjp(fn)
-    wrapped.defvjp(lambda *args: jax.vjp(fn, *args), lambda vjp, above: vjp(above))
-    return wrapped
 
 
 AROUND = [lambda f: f, jax.jit, jax.checkpoint, scanned, with_own_gradient]
@@ -103,7 +99,7 @@ def test_optax_without_masters(tx, recipe):
 
     params = {"w": half(W)}
     report = audit(step, params, jax.eval_shape(tx.init, params), X, recipe=recipe)
-    (finding,) = (f for f in report.errors if f.check == "missing_master")
+    finding = the_only(report.errors, "missing_master")
     assert "['w']" in finding.message and finding.file == __file__
     assert "optimizer(tx)" in finding.fix
     wide = {"w": W}
@@ -121,7 +117,7 @@ def test_the_printed_recipe_keeps_masters():
     tx, params = relaxed(optax.adam(1e-3)), {"w": jnp.ones((64, 64))}
     half_params = {"w": params["w"].astype(BF16)}
     report = audit(functools.partial(step, tx=tx), half_params, tx.init(half_params), X)
-    (finding,) = (f for f in report.errors if f.check == "missing_master")
+    finding = the_only(report.errors, "missing_master")
     scope = {"tx": tx, "jaxmp": jaxmp}
     exec(code_of(finding), scope)
     state = scope["tx"].init(params)

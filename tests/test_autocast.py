@@ -12,25 +12,26 @@ from jax.custom_derivatives import SymbolicZero
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jaxmp
+from arrays import floats
 from grids import EXPENSIVE, REST, fast_cases
 from jaxmp import PolicyMap, Rule, autocast, full_precision
 from jaxmp.errors import OpError, PolicyError, RecipeWarning, RuleError
 from models import BUILDS, MIXED, SECOND, NNXBuild, fill
-from programs import dtypes, equations, module_path, named, products, relative_error, trace
+from programs import (
+    dtypes,
+    equations,
+    module_path,
+    named,
+    operands,
+    products,
+    relative_error,
+    trace,
+)
 
 BF16, F32 = "bfloat16", "float32"
 
 
-def floats(*shape, seed=0):
-    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), jnp.float32)
-
-
 W, X = floats(8, 8) / 3, floats(4, 8, seed=1)
-
-
-def operands(fn, *args):
-    """Returns the operand dtypes of every matmul, in order."""
-    return [dtypes(equation)[:2] for equation in products(trace(fn, *args))]
 
 
 # ---------------------------------------------------------------------------
@@ -333,10 +334,9 @@ def test_the_table_can_be_edited():
         autocast(fn, MIXED, ops={"expp": "low"})
 
 
-def test_the_table_of_a_recipe_counts(tmp_path):
-    path = tmp_path / "mine.toml"
-    path.write_text('extends = "bf16"\n[ops]\nexp = "low"\n')
-    traced = trace(autocast(jnp.exp, jaxmp.load_recipe(str(path))), X.astype(jnp.bfloat16))
+def test_the_table_of_a_recipe_counts(write):
+    recipe = jaxmp.load_recipe(write('extends = "bf16"\n[ops]\nexp = "low"\n'))
+    traced = trace(autocast(jnp.exp, recipe), X.astype(jnp.bfloat16))
     assert dtypes(named(traced, "exp")[0])[0] == BF16
 
 

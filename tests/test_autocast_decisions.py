@@ -10,16 +10,13 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import jaxmp
+from arrays import normal
 from grids import fast_cases
 from jaxmp import autocast
 from jaxmp._programs._uses import DECISIONS, Use, uses
 from programs import named, relative_error, trace
 
 BF16, F32 = "bfloat16", "float32"
-
-
-def normal(seed, *shape):
-    return jax.random.normal(jax.random.key(seed), shape)
 
 
 X, W, LABELS = normal(0, 8, 32), normal(1, 32, 64) / 4, jnp.arange(8)

@@ -11,13 +11,9 @@ from jax.custom_derivatives import linear_call
 from jax.scipy import linalg
 
 import jaxmp
+from arrays import floats
 from grids import EXPENSIVE
 from jaxmp import autocast
-
-
-def floats(*shape, seed):
-    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), jnp.float32)
-
 
 B, V = floats(6, 6, seed=1), floats(6, seed=2)
 EYE = jnp.asarray(np.eye(6, dtype=np.float32))

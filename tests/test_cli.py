@@ -16,8 +16,8 @@ import jaxmp
 from grids import EXPENSIVE, fast_cases
 from jaxmp._policies._op_table import CATEGORIES, DEFAULT_OPS
 from jaxmp._policies._recipe import list_recipes, load_recipe
-from jaxmp._tools import cli
 from jaxmp._tools.cli._app import app
+from processes import run_script
 
 ROOT = Path(__file__).parent.parent
 
@@ -67,31 +67,20 @@ def folder(tmp_path, monkeypatch):
     sys.modules.pop("my_model", None)
 
 
-@pytest.fixture
-def run(capsys):
-    def run(*arguments):
-        with pytest.raises(SystemExit) as stop:
-            cli.main(arguments)
-        printed = capsys.readouterr()
-        return stop.value.code, printed.out, printed.err
-
-    return run
-
-
 def words(text):
     return " ".join(text.split())
 
 
-def test_version(run):
-    code, out, _ = run("--version")
+def test_version(command):
+    code, out, _ = command("--version")
     assert code == 0
     assert re.fullmatch(rf"jaxmp {re.escape(jaxmp.__version__)} \(jax \S+, Python \S+\)\n", out)
 
 
 @pytest.mark.parametrize("columns", ["100", "60"])
-def test_recipes_lists_every_recipe_whole(run, monkeypatch, columns):
+def test_recipes_lists_every_recipe_whole(command, monkeypatch, columns):
     monkeypatch.setenv("COLUMNS", columns)
-    code, out, _ = run("recipes")
+    code, out, _ = command("recipes")
     assert code == 0
     for name in list_recipes():
         dtypes = ",".join(str(load_recipe(name).policies.default).split(",")[:3])
@@ -101,8 +90,8 @@ def test_recipes_lists_every_recipe_whole(run, monkeypatch, columns):
 
 
 @pytest.mark.parametrize("name", list_recipes())
-def test_show_prints_the_file_of_a_recipe(run, folder, name):
-    code, out, _ = run("show", name)
+def test_show_prints_the_file_of_a_recipe(command, folder, name):
+    code, out, _ = command("show", name)
     recipe = load_recipe(name)
     assert code == 0 and out == recipe.to_toml()
     (folder / "copy.toml").write_text(out)
@@ -111,19 +100,19 @@ def test_show_prints_the_file_of_a_recipe(run, folder, name):
         assert f'why = "{rule.why}"' in out
 
 
-def test_show_prints_the_table_of_operations(run, folder):
+def test_show_prints_the_table_of_operations(command, folder):
     (folder / "my.toml").write_text('extends = "bf16"\n[ops]\nexp = "low"')
-    out = words(run("show", "my.toml", "--ops")[1])
+    out = words(command("show", "my.toml", "--ops")[1])
     assert all(f"{category}: " in out for category in CATEGORIES)
     assert all(op.name in out for op in DEFAULT_OPS.values())
     assert "exp changed from fp32: " in out and out.count("changed from") == 1
 
 
-def test_user_text_is_shown_and_not_obeyed(run, folder):
+def test_user_text_is_shown_and_not_obeyed(command, folder):
     (folder / "my.toml").write_text(
         'extends = "bf16"\n[[rules]]\npath = "[bold]a[/bold]"\nc = "f32"\nwhy = "\\u001b[2J[red]x"'
     )
-    out = run("show", "my.toml")[1]
+    out = command("show", "my.toml")[1]
     assert "[bold]a[/bold]" in out and r"\u001b[2J[red]x" in out and "\x1b" not in out
 
 
@@ -195,33 +184,33 @@ def commands(folder):
     sys.modules.pop("my_training", None)
 
 
-def test_without_a_checkpoint_a_function_keeps_its_defaults(run, folder):
+def test_without_a_checkpoint_a_function_keeps_its_defaults(command, folder):
     lines = 'def make_step(recipe="bf16"):\n    assert recipe == "bf16"'
     (folder / "default.py").write_text(STEP.replace("def make_step(recipe):", lines))
-    assert run("locate", "default.py:make_step")[0] == 0
+    assert command("locate", "default.py:make_step")[0] == 0
 
 
-def test_every_command_writes_json(run, folder, commands):
+def test_every_command_writes_json(command, folder, commands):
     assert sorted(commands) == sorted(command.name for command in app.registered_commands)
     for arguments in commands.values():
-        code, text, error = run(*arguments)
+        code, text, error = command(*arguments)
         assert (code, error) == (0, "")
-        _, printed, _ = run(*arguments, "--json", "-")
-        assert run(*arguments, "--json", f"{arguments[0]}.json")[1] == text
+        _, printed, _ = command(*arguments, "--json", "-")
+        assert command(*arguments, "--json", f"{arguments[0]}.json")[1] == text
         saved = (folder / f"{arguments[0]}.json").read_text()
         without_time = lambda text: json.loads(re.sub(r'"seconds": [^,}]+', '"seconds": 0', text))
         assert without_time(printed) == without_time(saved)
 
 
-def test_the_json_of_recipes_and_settings(run):
-    recipes = {row["name"]: row for row in json.loads(run("recipes", "--json", "-")[1])}
+def test_the_json_of_recipes_and_settings(command):
+    recipes = {row["name"]: row for row in json.loads(command("recipes", "--json", "-")[1])}
     assert list(recipes) == list_recipes()
     assert recipes["fp16"]["policy"] == "p=f32,c=f16,o=f32"
     assert recipes["fp16"]["loss_scale"] == "dynamic"
     recipe = load_recipe("fp16")
-    settings = json.loads(run("show", "fp16", "--json", "-")[1])
+    settings = json.loads(command("show", "fp16", "--json", "-")[1])
     assert settings == tomllib.loads(recipe.to_toml())
-    ops = json.loads(run("show", "fp16", "--ops", "--json", "-")[1])["ops"]
+    ops = json.loads(command("show", "fp16", "--ops", "--json", "-")[1])["ops"]
     assert ops == {op.name: op.category for op in jaxmp._policies._op_table.DEFAULT_OPS.values()}
 
 
@@ -270,21 +259,21 @@ def test_the_json_of_recipes_and_settings(run):
         ),
     ],
 )
-def test_a_mistake_is_one_message(run, arguments, expected):
-    code, out, err = run(*arguments)
+def test_a_mistake_is_one_message(command, arguments, expected):
+    code, out, err = command(*arguments)
     assert (code, out) == (2, "")
     assert err.startswith("Error: ") and expected in err and "Traceback" not in err
 
 
 @pytest.mark.parametrize("arguments", [["nothing"], ["show"], ["--nothing"]])
-def test_a_wrong_command_is_refused_with_the_usage(run, arguments):
-    code, _, err = run(*arguments)
+def test_a_wrong_command_is_refused_with_the_usage(command, arguments):
+    code, _, err = command(*arguments)
     assert code == 2 and "Usage: jaxmp" in err
 
 
-def test_no_command_prints_the_help(run):
-    _, out, err = run()
-    assert all(command in out + err for command in ("recipes", "show", "audit", "--version"))
+def test_no_command_prints_the_help(command):
+    _, out, err = command()
+    assert all(name in out + err for name in ("recipes", "show", "audit", "--version"))
 
 
 def test_every_argument_of_a_command_has_help():
@@ -293,19 +282,18 @@ def test_every_argument_of_a_command_has_help():
         assert all(each.help for each in command.params if each.name != "help"), name
 
 
-def test_errors_are_red(run, monkeypatch):
+def test_errors_are_red(command, monkeypatch):
     monkeypatch.delenv("NO_COLOR")
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("TERM", "xterm")
-    assert run("show", "bf61")[2].startswith("\x1b[31mError: ")
+    assert command("show", "bf61")[2].startswith("\x1b[31mError: ")
 
 
 @pytest.mark.parametrize("missing", ["typer", "rich"])
 @fast_cases("typer")
 def test_a_missing_package_is_named_with_its_extra(missing):
     code = f"import sys; sys.modules[{missing!r}] = None; import jaxmp._tools.cli"
-    root = Path(jaxmp.__file__).parents[1]
-    done = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True)
+    done = run_script("-c", code)
     assert done.returncode != 0
     assert "MissingDependencyError" in done.stderr and missing in done.stderr
     assert 'pip install "jaxmp[cli]"' in done.stderr
@@ -318,7 +306,7 @@ def test_without_the_extra_it_says_what_to_install(package):
         f"import sys; sys.modules[{package!r}] = None; sys.argv = ['jaxmp', '--help']; "
         "from jaxmp.__main__ import main; main()"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    done = run_script("-c", code)
     assert done.returncode == 2 and not done.stdout
     assert done.stderr == (
         f"jaxmp: {package} is not installed; jaxmp requires it for the jaxmp command. Install it "
@@ -329,8 +317,7 @@ def test_without_the_extra_it_says_what_to_install(package):
 def test_the_command_and_the_module_are_one():
     scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
     assert scripts == {"jaxmp": "jaxmp.__main__:main"}
-    command = [sys.executable, "-X", "importtime", "-m", "jaxmp", "--help"]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    done = run_script("-X", "importtime", "-m", "jaxmp", "--help")
     assert done.returncode == 0 and "show" in done.stdout
     loaded = set(re.findall(r"\| +(\S+)$", done.stderr, re.MULTILINE))
     assert "jaxmp._tools.cli._steps" in loaded
@@ -362,26 +349,26 @@ def test_commands_are_silent_about_a_plugin_without_a_gpu(tmp_path, has_gpu):
     assert (b"plugin" in done.stderr) == has_gpu
 
 
-def test_links_are_followed_and_devices_are_not_replaced(run, folder):
+def test_links_are_followed_and_devices_are_not_replaced(command, folder):
     (folder / "real.json").write_text('{"policy": {}}')
     (folder / "link.json").symlink_to("real.json")
-    assert run("show", "bf16", "--json", "link.json")[0] == 0
+    assert command("show", "bf16", "--json", "link.json")[0] == 0
     assert (folder / "link.json").is_symlink()
     assert json.loads((folder / "real.json").read_text())["name"] == "bf16"
-    assert run("show", "bf16", "--json", "/dev/null")[0] == 0
+    assert command("show", "bf16", "--json", "/dev/null")[0] == 0
     assert Path("/dev/null").is_char_device()
-    code, _, error = run("show", "bf16", "--json", "/dev/full")
+    code, _, error = command("show", "bf16", "--json", "/dev/full")
     assert code == 2 and "'/dev/full' cannot be written: No space left on device." in error
     assert Path("/dev/full").is_char_device()
     assert sorted(path.name for path in folder.iterdir() if "partial" in path.name) == []
 
 
-def test_a_fifo_is_written_if_a_process_reads_it(run, folder):
+def test_a_fifo_is_written_if_a_process_reads_it(command, folder):
     os.mkfifo(folder / "fifo")
-    code, _, error = run("show", "bf16", "--json", "fifo")
+    code, _, error = command("show", "bf16", "--json", "fifo")
     assert code == 2 and "'fifo' cannot be written" in error
     reader = subprocess.Popen(["cat", "fifo"], cwd=folder, stdout=subprocess.PIPE)
-    while run("show", "bf16", "--json", "fifo")[0] != 0:
+    while command("show", "bf16", "--json", "fifo")[0] != 0:
         time.sleep(0.05)
     assert json.loads(reader.communicate()[0])["name"] == "bf16"
 
@@ -400,29 +387,29 @@ def test_a_fifo_is_written_if_a_process_reads_it(run, folder):
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
-def test_options_are_checked_before_the_work_starts(run, folder, options, message):
+def test_options_are_checked_before_the_work_starts(command, folder, options, message):
     (folder / "binary.json").write_bytes(bytes(range(256)))
     (folder / "work.py").write_text("def make_step(recipe):\n    open('started', 'w')\n")
-    code, _, error = run("audit", "work.py:make_step", "--recipe", "bf16", *options)
+    code, _, error = command("audit", "work.py:make_step", "--recipe", "bf16", *options)
     assert code == 2 and re.search(message, error)
     assert not (folder / "started").exists()
     if options[0] != "--max-seconds" and options[0] != "--fail-on":
         (folder / "work.py").write_text("def make_run(recipe, seed):\n    open('started', 'w')\n")
-        code, _, error = run("validate", "work.py:make_run", *options)
+        code, _, error = command("validate", "work.py:make_run", *options)
         assert code == 2 and error.startswith("Error: ") and not (folder / "started").exists()
 
 
-def test_the_function_of_an_audit_receives_the_recipe(run, folder):
+def test_the_function_of_an_audit_receives_the_recipe(command, folder):
     check = (
         "    assert isinstance(recipe, jaxmp.Recipe)\n    return jnp.dot, jnp.ones(2), jnp.ones(2)"
     )
     (folder / "typed.py").write_text(
         f"import jax.numpy as jnp, jaxmp\ndef make_step(recipe):\n{check}\n"
     )
-    assert run("audit", "typed.py:make_step", "--recipe", "fp32")[0] == 0
+    assert command("audit", "typed.py:make_step", "--recipe", "fp32")[0] == 0
 
 
-def test_a_file_is_not_a_checkpoint(run, folder):
-    for command in (["show"], ["verify"]):
-        code, _, error = run("checkpoint", *command, "my_model.py")
+def test_a_file_is_not_a_checkpoint(command, folder):
+    for action in ("show", "verify"):
+        code, _, error = command("checkpoint", action, "my_model.py")
         assert code == 2 and "my_model.py' is a file. Name the directory of a run" in error

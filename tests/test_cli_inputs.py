@@ -1,6 +1,5 @@
 """The command with bad arguments and files: one message each, and nothing is overwritten."""
 
-import contextlib
 import dataclasses
 import json
 import os
@@ -14,9 +13,9 @@ import pytest
 
 import jaxmp
 from grids import EXPENSIVE
-from jaxmp._tools import cli
 from jaxmp._tools.cli import _arguments
 from jaxmp.checkpoint import Checkpointer
+from processes import run_script
 
 ROOT = Path(__file__).parents[1]
 LONG = "x" * 300
@@ -134,33 +133,27 @@ def contents(folder):
 
 
 @pytest.fixture
-def command(inputs, monkeypatch, capsys):
+def folder(inputs, monkeypatch):
+    """Changes to the directory with the inputs, and forgets the modules that a command loads."""
     monkeypatch.chdir(inputs)
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
     monkeypatch.setenv("COLUMNS", "60")
     modules = set(sys.modules)
-
-    def run(arguments):
-        with pytest.raises(SystemExit) as stop:
-            cli.main(arguments)
-        printed = capsys.readouterr()
-        return stop.value.code, printed.out, printed.err
-
-    yield run
+    yield inputs
     for name in set(sys.modules) - modules:
         if not name.startswith(("jax", "flax", "orbax", "rich", "typer")):
             del sys.modules[name]
 
 
 @pytest.mark.parametrize("arguments", COMMANDS, ids=lambda row: " ".join(row)[:80])
-def test_a_bad_input_is_one_message_and_overwrites_nothing(arguments, inputs, command):
+def test_a_bad_input_is_one_message_and_overwrites_nothing(arguments, folder, command):
     assert len(COMMANDS) >= 100
-    before = contents(inputs)
-    code, out, error = command(arguments)
+    before = contents(folder)
+    code, out, error = command(*arguments)
     assert code in (1, 2) and error, (code, out)
     assert "Traceback" not in out + error and len(error) < 4000
-    assert contents(inputs) == before
+    assert contents(folder) == before
     assert Path("/dev/full").is_char_device() and Path("/dev/null").is_char_device()
 
 
@@ -234,31 +227,21 @@ def make_step(recipe=None):
 """
 
 
-def run_memory(*arguments):
-    with pytest.raises(SystemExit) as stop:
-        cli.main(["memory", *arguments])
-    return stop.value.code
-
-
-def test_results_do_not_replace_inputs_or_each_other(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    for name, text in {"step.py": STEP, "my.toml": 'extends = "bf16"\n'}.items():
-        (tmp_path / name).write_text(text)
+def test_results_do_not_replace_inputs_or_each_other(command, write, tmp_path):
+    write(STEP, "step.py")
+    write('extends = "bf16"\n')
     (tmp_path / "link.py").symlink_to("step.py")
+    memory = ["memory", "step.py:make_step"]
     for result in ("step.py", "link.py", "./step.py", "my.toml"):
-        arguments = ["step.py:make_step", "--recipe", "my.toml", "--json", result]
-        assert run_memory(*arguments) == 2
-        assert "is an input of this command" in capsys.readouterr().err
-    assert run_memory("step.py:make_step", "--json", "new", "--html", "./new") == 2
-    assert "is the --json of this command" in capsys.readouterr().err
-    with pytest.raises(SystemExit) as stop:
-        cli.main(["show", "my.toml", "--json", "my.toml"])
-    assert stop.value.code == 2 and not (tmp_path / "new").exists()
-    assert (tmp_path / "step.py").read_text() == STEP
+        code, _, error = command(*memory, "--recipe", "my.toml", "--json", result)
+        assert code == 2 and "is an input of this command" in error
+    code, _, error = command(*memory, "--json", "new", "--html", "./new")
+    assert code == 2 and "is the --json of this command" in error
+    assert command("show", "my.toml", "--json", "my.toml")[0] == 2
+    assert not (tmp_path / "new").exists() and (tmp_path / "step.py").read_text() == STEP
 
 
-def test_results_replace_earlier_ones_alone(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
+def test_results_replace_earlier_ones_alone(command, write, tmp_path):
     files = {
         "step.py": STEP,
         "own.json": '{"name": "package"}',
@@ -266,38 +249,30 @@ def test_results_replace_earlier_ones_alone(tmp_path, monkeypatch, capsys):
         "own.html": "<p>",
     }
     for name, text in files.items():
-        (tmp_path / name).write_text(text)
-    (tmp_path / "empty.json").write_text("")
-    outputs = ["--json", "old.json", "--html", "old.html"]
+        write(text, name)
+    write("", "empty.json")
+    memory = ["memory", "step.py:make_step"]
     for _ in range(2):  # the second time, earlier results are replaced
-        assert run_memory("step.py:make_step", *outputs) == 0
-    assert run_memory("step.py:make_step", "--json", "empty.json") == 0
+        assert command(*memory, "--json", "old.json", "--html", "old.html")[0] == 0
+    assert command(*memory, "--json", "empty.json")[0] == 0
     assert "parameters" in (tmp_path / "empty.json").read_text()
     before = (tmp_path / "old.json").read_text()
-    capsys.readouterr()
-    refused = [
-        ["memory", "step.py:make_step", "--json", name] for name in ("own.json", "rows.json")
-    ]
-    refused += [
-        ["memory", "step.py:make_step", "--html", name] for name in ("own.html", "own.json")
-    ]
+    refused = [[*memory, "--json", name] for name in ("own.json", "rows.json")]
+    refused += [[*memory, "--html", name] for name in ("own.html", "own.json")]
     refused += [["recipes", "--json", name] for name in ("step.py", "old.json", "own.html")]
     refused += [["show", "bf16", "--json", "old.json"], ["doctor", "--json", "own.json"]]
-    for command in refused:
-        with pytest.raises(SystemExit) as stop:
-            cli.main(command)
-        error = capsys.readouterr().err
-        assert stop.value.code == 2 and "Remove it, or write another file: --" in error, command
+    for arguments in refused:
+        code, _, error = command(*arguments)
+        assert code == 2 and "Remove it, or write another file: --" in error, arguments
     assert (tmp_path / "old.json").read_text() == before
     assert {name: (tmp_path / name).read_text() for name in files} == files
 
 
-def test_each_result_has_the_key_by_which_it_is_recognized(tmp_path, monkeypatch):
+def test_each_result_has_the_key_by_which_it_is_recognized(command, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for _ in range(2):
-        for command in (["recipes"], ["show", "fp16"], ["doctor"]):
-            with contextlib.suppress(SystemExit):
-                cli.main([*command, "--json", f"{command[0]}.json"])
+        for arguments in (["recipes"], ["show", "fp16"], ["doctor"]):
+            command(*arguments, "--json", f"{arguments[0]}.json")
     typing = jaxmp.typing
     reports = {
         "audit": typing.AuditReport,
@@ -332,26 +307,20 @@ PARSER = "import argparse\np = argparse.ArgumentParser()\np.add_argument('--lr')
         ),
     ],
 )
-def test_a_file_is_loaded_by_its_path(file, text, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
+def test_a_file_is_loaded_by_its_path(file, text, command, write, tmp_path, monkeypatch):
     monkeypatch.setattr("sys.argv", ["jaxmp", "memory"])
     monkeypatch.setattr("sys.path", sys.path.copy())
-    path = tmp_path / file
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text)
+    (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+    write(text, file)
     if "/" in file:
         for name in ("my_package", "my_package/inner"):
-            (tmp_path / name / "__init__.py").write_text("")
-        (tmp_path / "my_package" / "shapes.py").write_text(
-            "import jax.numpy as jnp\nW = jnp.ones((2, 2))\n"
-        )
-    assert run_memory(f"{file}:make_step") == 0
-    assert "Memory of" in capsys.readouterr().out
+            write("", f"{name}/__init__.py")
+        write("import jax.numpy as jnp\nW = jnp.ones((2, 2))\n", "my_package/shapes.py")
+    code, out, _ = command("memory", f"{file}:make_step")
+    assert code == 0 and "Memory of" in out
 
 
 def test_a_missing_package_has_the_exit_status_of_an_error(tmp_path):
     (tmp_path / "typer.py").write_text("raise ModuleNotFoundError('no typer', name='typer')\n")
-    environment = os.environ | {"PYTHONPATH": f"{tmp_path}:{ROOT}"}
-    command = [sys.executable, "-m", "jaxmp", "--help"]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=tmp_path)
+    done = run_script("-m", "jaxmp", "--help", path=f"{tmp_path}:{ROOT}", cwd=tmp_path)
     assert done.returncode == 2 and 'pip install "jaxmp[cli]"' in done.stderr

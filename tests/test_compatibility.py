@@ -31,8 +31,12 @@ OUTPUTS = {"bf16": 2e-2, "bf16_params": 2e-2, "fp16": 2.5e-3}
 # Gradients jump where a rounding decides which pixel is the largest.
 JUMPS = {"ResNet, classifier": 20}
 
-# The layers of GPT-2 cast their operands to float32, and the recipe warns.
-pytestmark = pytest.mark.filterwarnings("ignore::jaxmp.errors.RecipeWarning")
+pytestmark = [
+    # The layers of GPT-2 cast their operands to float32, and the recipe warns.
+    pytest.mark.filterwarnings("ignore::jaxmp.errors.RecipeWarning"),
+    # These models rely on promotion of dtypes and ranks.
+    pytest.mark.usefixtures("standard_promotion", "rank_promotion"),
+]
 
 # These models resemble faster ones among the others.
 SLOW = ("BERT", "Llama", "ViT", "Whisper", "Wav2Vec2")
@@ -41,13 +45,6 @@ LARGE = ("Mamba", "NanoMoE", "ResNet")
 
 MODELS = {model.name: model for model in INSTALLED}
 NAMES = [pytest.param(name, marks=[pytest.mark.slow] * name.startswith(SLOW)) for name in MODELS]
-
-
-@pytest.fixture(autouse=True)
-def authors_promotion():
-    """Enables standard promotion of dtypes and ranks, on which these models rely."""
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        yield
 
 
 @functools.cache

@@ -7,7 +7,6 @@ import pytest
 
 import jaxmp
 from jaxmp._core._targets import targets
-from jaxmp._tools.cli import main
 from jaxmp._tools.plan import _doctor
 from jaxmp._tools.plan._doctor import Machine, report_of
 
@@ -205,16 +204,12 @@ def test_a_short_name_is_one_of_several_chips_until_memory_and_clock_tell_them_a
     assert "target: not in the table of chips; describe it" in str(unknown)
 
 
-def test_the_command_prints_the_report_and_its_json(monkeypatch, capsys):
+def test_the_command_prints_the_report_and_its_json(monkeypatch, command):
     machine = H100._replace(cudnn=None)
     monkeypatch.setattr(_doctor, "read_machine", lambda: machine)
-    with pytest.raises(SystemExit) as stop:
-        main(["doctor"])
-    assert stop.value.code == 1
-    assert "JAX finds no cuDNN" in capsys.readouterr().out
-    with pytest.raises(SystemExit):
-        main(["doctor", "--json", "-"])
-    report = json.loads(capsys.readouterr().out)
+    code, out, _ = command("doctor")
+    assert code == 1 and "JAX finds no cuDNN" in out
+    report = json.loads(command("doctor", "--json", "-")[1])
     assert report["recipe"] == "bf16"
     assert report["machine"]["driver"] == "580.65.06"
     assert report["problems"][0]["message"] == "JAX finds no cuDNN."

@@ -4,10 +4,7 @@ import dataclasses
 import functools
 import inspect
 import json
-import os
 import re
-import subprocess
-import sys
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -22,6 +19,7 @@ from matplotlib.image import imread
 from typer.testing import CliRunner
 
 import accidental_fp32
+import attention_gpu
 import byte_gpt
 import checkpoint_soak
 import demo
@@ -32,12 +30,14 @@ import gpu_smoke
 import gradient_histogram
 import jaxmp
 import llama
+import long_context
 import plan_llama
 import train_lm
 import train_sharded
 import vision_digits
 from grids import EXPENSIVE, fast_cases
 from jaxmp._tools import cli
+from processes import run_script
 from vision_digits import Digits, handwritten_digits, shuffled_batches
 
 ROOT = Path(__file__).parents[1]
@@ -237,7 +237,7 @@ def test_a_script_needs_at_most_one_other_file(script):
     "module",
     [
         *(train_lm, gpt, llama, demo, gpu_smoke, vision_digits, gan, five_lines, checkpoint_soak),
-        *(plan_llama, train_sharded, gradient_histogram),
+        *(plan_llama, train_sharded, gradient_histogram, attention_gpu, long_context),
     ],
 )
 def test_commands_in_docstrings_name_options_that_exist(module):
@@ -540,24 +540,9 @@ def test_five_lines_train_before_and_after(capsys, monkeypatch):
 # ---------------------------------------------------------------------------
 
 
-def run_gpu_smoke(*arguments: str) -> subprocess.CompletedProcess:
-    return subprocess.run(
-        [sys.executable, "benchmarks/gpu_smoke.py", *arguments],
-        cwd=ROOT,
-        env={
-            **os.environ,
-            "PYTHONPATH": str(ROOT),
-            "JAX_PLATFORMS": "cpu",
-            "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
-        },
-        capture_output=True,
-        text=True,
-    )
-
-
 @EXPENSIVE
 def test_gpu_smoke_without_gpu_says_so():
-    done = run_gpu_smoke()
+    done = run_script("benchmarks/gpu_smoke.py", cwd=ROOT)
     assert done.returncode == 1
     assert "JAX sees no NVIDIA GPU here, only cpu" in done.stderr
     assert "python benchmarks/gpu_smoke.py --toy" in done.stderr
@@ -566,7 +551,8 @@ def test_gpu_smoke_without_gpu_says_so():
 @pytest.mark.slow
 def test_gpu_smoke_rehearses(tmp_path):
     out = tmp_path / "smoke.json"
-    done = run_gpu_smoke("--toy", "--recipes", "fp16_params", "--out", str(out))
+    options = ["--toy", "--recipes", "fp16_params", "--out", out]
+    done = run_script("benchmarks/gpu_smoke.py", *options, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     report = json.loads(out.read_text())
     assert report["command"].startswith("python benchmarks/gpu_smoke.py --toy")

@@ -14,6 +14,7 @@ import field_report
 import field_steps
 from field_report import by_line
 from field_steps import Audited, Step
+from findings import the_only
 from jaxmp import audit
 from reviewed_findings import REVIEWED, Reviewed
 from script_ports import imports
@@ -197,7 +198,7 @@ def test_fp32_matmuls_of_a_small_share_are_notes(layers, level):
 
     args = shape(256, 256), shape(256, 256), shape(256, 1600, dtype=jnp.float32)
     report = audit(model, *args, recipe="bf16")
-    (finding,) = (finding for finding in report.findings if finding.check == "fp32_matmul")
+    finding = the_only(report.findings, "fp32_matmul")
     assert finding.severity == level
 
 
@@ -222,7 +223,7 @@ def test_first_moments_in_bfloat16(dtype, level):
         return optax.apply_updates(params, updates), state
 
     report = audit(step, params, jax.eval_shape(tx.init, params), shape(8, 64))
-    (finding,) = (f for f in report.findings if f.check == "optimizer_state_16bit")
+    finding = the_only(report.findings, "optimizer_state_16bit")
     assert finding.severity == level
 
 

@@ -21,6 +21,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxmp
 import sharded_functions
+from arrays import uniform
 from gpu_compiler import needs_compiler
 from grids import EXPENSIVE, fast_cases
 from jaxmp._core import _compat
@@ -28,6 +29,7 @@ from jaxmp._core._compat import described_gpus
 from jaxmp._core._targets import get_target
 from jaxmp._programs._jaxprs import equations
 from jaxmp._tools.audit._compile import describe
+from models_nnx import pure_gradients
 
 ROWS, WIDTH = 64, 8
 
@@ -47,10 +49,6 @@ def low(tree, dtype=jnp.float16):
 
 def full(rows):
     return jnp.sum(rows.astype(jnp.float32)) * 4000
-
-
-def uniform(shape, seed=0):
-    return np.random.default_rng(seed).uniform(0.5, 1.5, shape).astype(np.float32)
 
 
 MATRIX = {"w": uniform((WIDTH, WIDTH))}
@@ -727,14 +725,7 @@ def nnx_gradients(recipe):
     recipe = load(recipe)
     model = recipe.wrap(NnxModel(nnx.Rngs(0)))
     optimizer = jaxmp.nnx.Optimizer(model, recipe.optimizer(optax.sgd(0.1)))
-    graph, state = nnx.split((model, optimizer))
-
-    def run(state, tokens):
-        model, optimizer = nnx.merge(graph, state)
-        loss_fn = lambda model, tokens: token_loss(model(tokens), tokens)
-        return nnx.to_pure_dict(optimizer.value_and_grad(loss_fn)(model, tokens)[1])
-
-    return run, state
+    return pure_gradients(model, optimizer, lambda m, tokens: token_loss(m(tokens), tokens))
 
 
 def autocast_gradients(recipe):

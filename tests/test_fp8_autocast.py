@@ -11,11 +11,14 @@ from jax import lax
 from jax.sharding import AxisType, PartitionSpec
 
 import jaxmp
+from arrays import f64, signal_to_noise
 from byte_gpt import GPT
+from findings import the_only
 from gpu_compiler import needs_compiler
 from jaxmp import PolicyMap, Rule, autocast, fp8, full_precision
 from jaxmp._programs._jaxprs import equations
 from jaxmp.errors import CompositionError
+from programs import operands
 
 E4M3, E5M2, BF16, F32 = "float8_e4m3fn", "float8_e5m2", "bfloat16", "float32"
 POLICY = "p=f32,c=bf16,o=f32,matmul=fp8"
@@ -29,15 +32,6 @@ def normal(seed, *shape, scale=1.0):
 
 
 W1, W2, X = normal(0, 32, 64, scale=1 / 6), normal(1, 64, 32, scale=1 / 8), normal(2, 48, 32)
-
-
-def operands(fn, *args):
-    """Returns the operand dtypes of every matmul, in order."""
-    return [
-        tuple(str(var.aval.dtype) for var in equation.invars)
-        for equation in equations(jax.make_jaxpr(fn)(*args))
-        if equation.primitive.name == "dot_general"
-    ]
 
 
 def reasons(fn, *args, **options):
@@ -92,11 +86,10 @@ def test_signal_to_noise():
         return y, *backward(g)
 
     y, dx, dw = run(x, w, g)
-    x64, w64, g64 = (np.asarray(a, np.float64) for a in (x, w, g))
+    x64, w64, g64 = map(f64, (x, w, g))
     for exact, got, least in [(x64 @ w64, y, 28), (g64 @ w64.T, dx, 23.5), (x64.T @ g64, dw, 23.5)]:
-        noise = np.sum((exact - np.asarray(got, np.float64)) ** 2)
         # No more than 30 dB either, or nothing was rounded.
-        assert least <= 10 * np.log10(np.sum(exact**2) / noise) <= 30
+        assert least <= signal_to_noise(exact, got) <= 30
 
 
 def test_the_scaling_is_that_of_the_policies():
@@ -362,7 +355,7 @@ def test_a_model_has_the_same_fp8_layers_as_under_module_policies():
 def test_an_audit_names_what_stays_in_16_bits():
     fn = autocast(lambda w, x: jnp.square(x @ w[:, :10] + (x @ w).sum()).sum(), POLICY)
     report = jaxmp.audit(jax.grad(fn), W1, X, recipe=POLICY)
-    (finding,) = (finding for finding in report.findings if finding.check == "not_fp8")
+    finding = the_only(report.findings, "not_fp8")
     assert "N = 10 is not a multiple of 16" in finding.message
 
 
@@ -381,14 +374,8 @@ def test_scaling_with_a_state_is_refused():
     _ = autocast(jnp.matmul, PolicyMap("bf16", fp8=fp8.DelayedScaling()))
 
 
-class OldCard:
-    device_kind = "NVIDIA A100-SXM4-80GB"
-    compute_capability = "8.0"
-
-
-def test_a_card_without_fp8_is_refused(monkeypatch):
-    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    monkeypatch.setattr(jax, "local_devices", lambda **_: [OldCard()])
+def test_a_card_without_fp8_is_refused(card):
+    card("8.0")
     with pytest.raises(CompositionError, match=r"(?s)A100.*8\.0.*emulate = true"):
         jax.eval_shape(autocast(loss, POLICY), W1, W2, X)
     emulated = PolicyMap(POLICY, fp8=fp8.CurrentScaling(emulate=True))

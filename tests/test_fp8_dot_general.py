@@ -10,6 +10,7 @@ import pytest
 from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+from arrays import f64, normal, signal_to_noise
 from gpu_compiler import needs_compiler
 from grids import EXPENSIVE, REST, each_value, fast_cases
 from jaxmp import audit, fp8
@@ -19,6 +20,7 @@ from jaxmp._tools.audit._compile import compile_for
 from jaxmp._tools.audit._hlo import Program
 from jaxmp._tools.audit._trace import trace
 from jaxmp.errors import CompositionError, JaxmpError, RecipeError
+from programs import operands
 
 LINEAR = (((1,), (0,)), ((), ()))
 RECIPES = {
@@ -28,6 +30,8 @@ RECIPES = {
     "delayed": fp8.DelayedScaling(amax_history_len=4),
     "rowwise": fp8.RowwiseScaling(),
 }
+# MXFP8 with gradients in E5M2.
+HYBRID = fp8.MXScaling(dgrad=("e5m2", "e4m3fn"), wgrad=("e4m3fn", "e5m2"))
 # Variants of tested cases take as long to compile, so they are slow tests.
 _FIRST = ("current", "delayed", "rowwise")
 each_recipe = pytest.mark.parametrize(
@@ -38,10 +42,6 @@ each_recipe = pytest.mark.parametrize(
     ],
     ids=RECIPES,
 )
-
-
-def normal(seed, *shape, dtype=jnp.float32):
-    return jax.random.normal(jax.random.key(seed), shape).astype(dtype)
 
 
 def state_of(recipe):
@@ -59,12 +59,6 @@ def outputs(recipe, x, w, g, dims=LINEAR):
     return (y, *backward(g.astype(y.dtype)))
 
 
-def signal_to_noise(exact, got):
-    """Returns the signal-to-noise ratio in dB, over all elements."""
-    exact, got = np.asarray(exact, np.float64), np.asarray(got, np.float64)
-    return 10 * np.log10(np.sum(exact**2) / np.sum((exact - got) ** 2))
-
-
 # ---------------------------------------------------------------------------
 # Accuracy
 # ---------------------------------------------------------------------------
@@ -76,10 +70,13 @@ def signal_to_noise(exact, got):
         *((recipe, "float32") for recipe in RECIPES.values()),
         (RECIPES["current"], "bfloat16"),
         pytest.param(RECIPES["current"], "float16", marks=pytest.mark.slow),
+        (fp8.MXScaling(), "bfloat16"),
+        (fp8.MXScaling(rounding="down"), "float32"),
+        pytest.param(HYBRID, "float16", marks=pytest.mark.slow),
     ],
-    ids=[*RECIPES, "current-bf16", "current-f16"],
+    ids=[*RECIPES, "current-bf16", "current-f16", "mx", "mx-down", "mx-hybrid"],
 )
-@fast_cases("current", "delayed", "rowwise")
+@fast_cases("current", "delayed", "rowwise", "mx", "mx-down")
 def test_signal_to_noise_of_normal_data(recipe, dtype):
     """One operand rounded to E4M3 has 31.5 dB (half a unit of 4 bits, uniform), to E5M2 25.5 dB.
 
@@ -88,11 +85,14 @@ def test_signal_to_noise_of_normal_data(recipe, dtype):
     x, w, g = (
         normal(i, *shape, dtype=dtype) for i, shape in enumerate([(96, 128), (128, 64), (96, 64)])
     )
-    x64, w64, g64 = (np.asarray(a, np.float64) for a in (x, w, g))
-    y, dx, dw = outputs(recipe, x, w, g)
-    assert (y.dtype, dx.dtype, dw.dtype) == (x.dtype,) * 3
-    low = 28.0 if recipe.dgrad == ("e4m3fn", "e4m3fn") else 23.5
-    for exact, got, least in [(x64 @ w64, y, 28.0), (g64 @ w64.T, dx, low), (x64.T @ g64, dw, low)]:
+    x64, w64, g64 = map(f64, (x, w, g))
+    high, low = 28.0, 28.0 if recipe.dgrad == ("e4m3fn", "e4m3fn") else 23.5
+    if recipe == fp8.MXScaling(rounding="down"):
+        # Elements from 448 to 512 times the scale saturate, which costs 1 dB for normal data.
+        high = low = 27.0
+    limits = [(x64 @ w64, high), (g64 @ w64.T, low), (x64.T @ g64, low)]
+    for (exact, least), got in zip(limits, outputs(recipe, x, w, g), strict=True):
+        assert got.dtype == x.dtype
         # No more than 30 dB either, or nothing was rounded.
         assert least <= signal_to_noise(exact, got) <= 30.0
 
@@ -180,7 +180,7 @@ def test_each_product_has_its_own_formats(gemm):
     recipe = fp8.CurrentScaling(
         **{**dict.fromkeys(["fprop", "dgrad", "wgrad"], "high"), gemm: ("e4m3fn", "e5m2")}
     )
-    found = products(lambda *args: outputs(recipe, *args), *[normal(0, 32, 32)] * 3)
+    found = operands(lambda *args: outputs(recipe, *args), *[normal(0, 32, 32)] * 3)
     high = ("float32", "float32")
     assert sorted(found) == [high, high, ("float8_e4m3fn", "float8_e5m2")]
 
@@ -385,15 +385,6 @@ def jaxpr_of(fn, *args):
     return jax.make_jaxpr(fn)(*args).jaxpr
 
 
-def products(fn, *args):
-    """Returns the operand dtypes of every matmul."""
-    return [
-        tuple(str(v.aval.dtype) for v in eqn.invars)
-        for eqn in equations(jaxpr_of(fn, *args))
-        if eqn.primitive.name == "dot_general"
-    ]
-
-
 def casts(fn, *args):
     """Returns the number of casts to FP8 in a program."""
     return sum(
@@ -406,7 +397,7 @@ def casts(fn, *args):
 @pytest.mark.parametrize("name", ["current", "delayed", "rowwise"])
 def test_three_products_all_in_fp8(name):
     recipe = RECIPES[name]
-    found = products(
+    found = operands(
         lambda *args: outputs(recipe, *args), *[normal(0, 32, 32, dtype="bfloat16")] * 3
     )
     gradient = recipe.dgrad[0]
@@ -549,6 +540,10 @@ def test_under_shard_map():
         (lambda: fp8.DelayedScaling(amax_compute="mean"), "'max' or 'most_recent'"),
         (lambda: fp8.DelayedScaling(calibrate=1), "calibrate must be"),
         (lambda: fp8.RowwiseScaling(min_width="wide"), "min_width must be 'auto' or an integer"),
+        (lambda: fp8.MXScaling(rounding="even"), "rounding must be 'up' or 'down'"),
+        (lambda: fp8.MXScaling(margin=1), r"margin must be an integer from 0 to 0; .*\(margin=0\)"),
+        (lambda: fp8.MXScaling(power_of_two=False), "must be True: scales are in E8M0"),
+        (lambda: fp8.MXScaling(fprop="e5m2"), "not both 'e5m2'"),
         (lambda: fp8.dot_general("curent"), "Did you mean 'current'?"),
         (lambda: fp8.dot_general(fp8.CurrentScaling), r"Make an instance: fp8.CurrentScaling\(\)"),
         (lambda: fp8.dot_general(3), "3 is not an FP8 scaling"),

@@ -15,6 +15,8 @@ from flax import nnx
 from jax import lax
 
 import jaxmp
+import models_linen
+import models_nnx
 from byte_gpt import GPT, NnxGPT, even_batches, in_nnx, random_batch, standard_library_text
 from gpu_compiler import needs_compiler
 from grids import EXPENSIVE, REST, fast_cases
@@ -148,35 +150,12 @@ def test_both_frameworks_compute_the_same():
     assert float(results[0]) != float(jax.jit(plain)(params))
 
 
-class Layers(nn.Module):
-    """Model with one layer of each class."""
-
-    @nn.compact
-    def __call__(self, x):
-        x = nn.Dense(30, name="odd")(x)
-        x = nn.Dense(64, name="own", dot_general=lambda *a, **k: lax.dot_general(*a, **k))(x)
-        x = nn.DenseGeneral((4, 16), name="einsum")(x)
-        return nn.DenseGeneral(32, axis=(-2, -1), name="general")(x)
-
-
-class NnxLayers(nnx.Module):
-    def __init__(self, rngs):
-        own = lambda *args, **kwargs: lax.dot_general(*args, **kwargs)
-        self.odd = nnx.Linear(32, 30, rngs=rngs)
-        self.own = nnx.Linear(30, 64, dot_general=own, rngs=rngs)
-        self.einsum = nnx.Einsum("btd,dnh->btnh", (64, 4, 16), (4, 16), rngs=rngs)
-        self.general = nnx.LinearGeneral((4, 16), 32, axis=(-2, -1), rngs=rngs)
-
-    def __call__(self, x):
-        return self.general(self.einsum(self.own(self.odd(x))))
-
-
 def both_layers(policy_map):
     """Returns the Linen and the NNX model as functions of x, with the same parameters."""
     x = jax.random.normal(jax.random.key(1), (2, 16, 32))
-    plain = Layers()
+    plain = models_linen.OfEachKind()
     params = plain.init(jax.random.key(0), x)["params"]
-    numbers = NnxLayers(nnx.Rngs(0))
+    numbers = models_nnx.OfEachKind(nnx.Rngs(0))
     nnx.update(numbers, params)
     linen = jaxmp.load_recipe(policy_map).wrap(plain)
     return (
@@ -312,12 +291,6 @@ matmul = "fp8"
 """
 
 
-def load(tmp_path, text):
-    path = tmp_path / "mine.toml"
-    path.write_text(text)
-    return load_recipe(str(path))
-
-
 @pytest.mark.parametrize(
     ("lines", "scaling"),
     [
@@ -331,13 +304,14 @@ def load(tmp_path, text):
             'scaling = "delayed"\namax_history_len = 16\namax_compute = "most_recent"',
             fp8.DelayedScaling(amax_history_len=16, amax_compute="most_recent"),
         ),
+        ('scaling = "mx"\nrounding = "down"', fp8.MXScaling(rounding="down")),
     ],
 )
-def test_recipe_files(tmp_path, lines, scaling):
-    recipe = load(tmp_path, TOML + lines)
+def test_recipe_files(write, lines, scaling):
+    recipe = load_recipe(write(TOML + lines))
     assert recipe.fp8 == recipe.policies.fp8 == scaling
     assert recipe.policies.default.matmul == "fp8"
-    assert load(tmp_path, recipe.to_toml()) == recipe
+    assert load_recipe(write(recipe.to_toml())) == recipe
     assert pickle.loads(pickle.dumps(recipe)) == recipe
     hash(recipe)
 
@@ -349,11 +323,11 @@ def test_recipes_without_a_table():
     assert recipe.replace(fp8="rowwise") != recipe
 
 
-def test_another_scaling_replaces_the_whole_table(tmp_path):
-    (tmp_path / "base.toml").write_text(TOML + 'scaling = "delayed"\namax_history_len = 2')
-    recipe = load(tmp_path, 'extends = "base.toml"\n[fp8]\nscaling = "rowwise"')
+def test_another_scaling_replaces_the_whole_table(write):
+    write(TOML + 'scaling = "delayed"\namax_history_len = 2', "base.toml")
+    recipe = load_recipe(write('extends = "base.toml"\n[fp8]\nscaling = "rowwise"'))
     assert recipe.fp8 == fp8.RowwiseScaling()
-    recipe = load(tmp_path, 'extends = "base.toml"\n[fp8]\nmargin = 1')
+    recipe = load_recipe(write('extends = "base.toml"\n[fp8]\nmargin = 1'))
     assert recipe.fp8 == fp8.DelayedScaling(amax_history_len=2, margin=1)
 
 
@@ -370,31 +344,21 @@ def test_another_scaling_replaces_the_whole_table(tmp_path):
         ("width = 3", "(?s)unknown key 'width'.*min_width"),
     ],
 )
-def test_recipe_files_that_are_refused(tmp_path, lines, message):
+def test_recipe_files_that_are_refused(write, lines, message):
     with pytest.raises(RecipeError, match=message):
-        load(tmp_path, TOML + lines)
-
-
-class OldCard:
-    device_kind = "NVIDIA A100-SXM4-80GB"
-    compute_capability = "8.0"
-
-
-class NewCard(OldCard):
-    compute_capability = "9.0"
+        load_recipe(write(TOML + lines))
 
 
 @pytest.mark.parametrize("emulate", [False, True])
-def test_a_card_without_fp8_is_refused(monkeypatch, emulate):
+def test_a_card_without_fp8_is_refused(card, emulate):
     loss, params = linen_loss(policies(fp8.CurrentScaling(emulate=emulate)))
-    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    monkeypatch.setattr(jax, "local_devices", lambda **_: [OldCard()])
+    card("8.0")
     if emulate:
         assert len(jaxmp.explain(loss)(params).fp8.rows) == 12
     else:
         with pytest.raises(CompositionError, match=r"(?s)A100.*8\.0.*emulate = true"):
             jaxmp.explain(loss)(params)
-    monkeypatch.setattr(jax, "local_devices", lambda **_: [NewCard()])
+    card("9.0")
     assert len(jaxmp.explain(loss)(params).fp8.rows) == 12
 
 
@@ -414,8 +378,8 @@ def delayed(model, *args):
 
 def test_init_adds_a_state_for_every_layer_in_fp8_and_nothing_else():
     x = jnp.ones((2, 16, 32))
-    _, variables = delayed(Layers(), x)
-    plain = Layers().init(jax.random.key(0), x)
+    _, variables = delayed(models_linen.OfEachKind(), x)
+    plain = models_linen.OfEachKind().init(jax.random.key(0), x)
     jax.tree.map(np.testing.assert_array_equal, variables["params"], plain["params"])
     wanted = {f"fp8_{name}": leaf for name, leaf in fp8.init_state(DELAYED).items()}
     assert set(variables) == {"params", STATE}
@@ -426,7 +390,7 @@ def test_init_adds_a_state_for_every_layer_in_fp8_and_nothing_else():
 
 def test_a_model_without_its_state_is_refused():
     x = jnp.ones((2, 16, 32))
-    model, variables = delayed(Layers(), x)
+    model, variables = delayed(models_linen.OfEachKind(), x)
     with pytest.raises(CompositionError, match=r"finds no state for 'einsum'.*variables"):
         model.apply({"params": variables["params"]}, x)
 
@@ -486,7 +450,7 @@ def test_training_with_a_state():
     """Microbatches, a skipped step and the step after it, in one jitted function."""
     recipe = load_recipe(policies(DELAYED))
     x = jax.random.normal(jax.random.key(1), (32, 16, 32))
-    model, variables = delayed(Layers(), x)
+    model, variables = delayed(models_linen.OfEachKind(), x)
     with jax.numpy_dtype_promotion("standard"):
         state = jaxmp.TrainState.create(
             apply_fn=model.apply, params=variables, tx=recipe.optimizer(optax.adamw(1e-3))

@@ -11,10 +11,12 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from jax import lax
 from jax.sharding import AxisType, PartitionSpec
 
 import jaxmp
+import models_linen
+import models_nnx
+from arrays import of_size
 from grids import EXPENSIVE, fast_cases
 from jaxmp import PolicyMap, Rule, fp8, load_recipe
 from jaxmp._flax._nnx_model import apply_policy
@@ -29,36 +31,28 @@ LEAVES = {f"fp8_{name}": leaf.shape for name, leaf in fp8.init_state(DELAYED).it
 STATE = "_overwrite_with_gradient"
 
 
-class Layers(nnx.Module):
-    """Model with one layer of each class, and one with a custom `dot_general`."""
+class Layers(models_nnx.OfEachKind):
+    """Model with one layer of each class, and attention."""
 
     def __init__(self, rngs):
-        own = lambda *args, **kwargs: lax.dot_general(*args, **kwargs)
-        self.odd = nnx.Linear(32, 30, rngs=rngs)
-        self.own = nnx.Linear(30, 64, dot_general=own, rngs=rngs)
-        self.einsum = nnx.Einsum("btd,dnh->btnh", (64, 4, 16), (4, 16), rngs=rngs)
-        self.general = nnx.LinearGeneral((4, 16), 32, axis=(-2, -1), rngs=rngs)
+        super().__init__(rngs)
         self.attention = nnx.MultiHeadAttention(2, 32, decode=False, rngs=rngs)
         self.out = nnx.Linear(32, 16, use_bias=False, rngs=rngs)
 
     def __call__(self, x):
-        return self.out(self.attention(self.general(self.einsum(self.own(self.odd(x))))))
+        return self.out(self.attention(super().__call__(x)))
 
 
 IN_FP8 = ("einsum", "general", "attention/query", "attention/key", "attention/value")
 IN_FP8 += ("attention/out", "out")
 
 
-class LinenLayers(nn.Module):
+class LinenLayers(models_linen.OfEachKind):
     """The same model in Linen."""
 
     @nn.compact
     def __call__(self, x):
-        own = lambda *args, **kwargs: lax.dot_general(*args, **kwargs)
-        x = nn.Dense(30, name="odd")(x)
-        x = nn.Dense(64, name="own", dot_general=own)(x)
-        x = nn.DenseGeneral((4, 16), name="einsum")(x)
-        x = nn.DenseGeneral(32, axis=(-2, -1), name="general")(x)
+        x = super().__call__(x)
         x = nn.MultiHeadDotProductAttention(2, name="attention")(x)
         return nn.Dense(16, use_bias=False, name="out")(x)
 
@@ -90,11 +84,6 @@ def linear(**options):
 
 def loss_fn(model, x):
     return jnp.mean(model(x) ** 2)
-
-
-def of_size(size, *shape):
-    """Returns values of magnitude at most `size`, one of which is `size`."""
-    return jnp.linspace(-1.0, 1.0, int(np.prod(shape))).reshape(shape) * jnp.float32(size)
 
 
 # ---------------------------------------------------------------------------

@@ -12,6 +12,7 @@ from jax import lax
 from jax.sharding import AxisType, PartitionSpec
 
 import jaxmp
+from arrays import of_size
 from grids import EXPENSIVE, fast_cases
 from jaxmp import fp8
 from jaxmp._core._compat import jaxpr_body
@@ -33,11 +34,6 @@ def step(recipe, state, x, w, g):
     product = fp8.dot_general(recipe)
     y, backward = jax.vjp(lambda s: product(x, w, LINEAR, state=s), state)
     return backward(g)[0], y
-
-
-def of_size(size, *shape):
-    """Returns values of magnitude at most `size`, one of which is `size`."""
-    return jnp.linspace(-1.0, 1.0, int(np.prod(shape))).reshape(shape) * jnp.float32(size)
 
 
 def run(recipe, sizes, state=None):

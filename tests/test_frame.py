@@ -23,6 +23,7 @@ import pytest
 import jaxmp
 from conftest import VERSION_SENSITIVE
 from grids import EXPENSIVE, fast_cases
+from processes import run_python
 
 ROOT = Path(__file__).parents[1]
 HEAVY = {"flax", "orbax", "matplotlib", "rich", "typer"}
@@ -30,19 +31,6 @@ HEAVY |= {"jax._src.pallas", "jaxmp._tools", "jaxmp._tools.audit", "jaxmp.checkp
 # They are imported when they are first used.
 LAZY = ("_attention", "_autocast", "_gradients._fp32", "_gradients._value_and_grad", "losses")
 HEAVY |= {f"jaxmp.{name}" for name in LAZY}
-
-
-def run_python(code: str, path: Path = ROOT, **options) -> str:
-    """Runs `code` in a new interpreter that imports jaxmp from `path`; returns its output."""
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        env={**os.environ, "PYTHONPATH": str(path), "JAX_PLATFORMS": "cpu"},
-        capture_output=True,
-        text=True,
-        **options,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
 
 
 # ---------------------------------------------------------------------------
@@ -76,14 +64,19 @@ def test_flax_loads_when_it_is_touched(name):
     assert "flax" in loaded_by(f"import jaxmp; jaxmp.{name}")
 
 
-def test_a_missing_package_names_an_extra_that_exists():
-    absent = "import sys; sys.modules['flax'] = None\nimport jaxmp\n"
+@pytest.mark.parametrize(
+    ("package", "name", "purpose"),
+    [("flax", "TrainState", ""), ("orbax", "checkpoint", "; jaxmp requires it for checkpoints")],
+)
+def test_a_missing_package_names_an_extra_that_exists(package, name, purpose):
+    absent = f"import sys; sys.modules[{package!r}] = None\nimport jaxmp\n"
     attempt = (
-        "try: jaxmp.TrainState\nexcept jaxmp.errors.MissingDependencyError as error: print(error)"
+        f"try: jaxmp.{name}\nexcept jaxmp.errors.MissingDependencyError as error: print(error)"
     )
     message = run_python(absent + attempt)
+    assert f"{package} is not installed{purpose}" in message
     extra = re.search(r'pip install "jaxmp\[(\w+)\]"', message)[1]
-    assert any(need.startswith("flax") for need in project()["optional-dependencies"][extra])
+    assert any(need.startswith(package) for need in project()["optional-dependencies"][extra])
 
 
 # Parts of the engine of traced programs, which alone loop over equations.

@@ -7,22 +7,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from arrays import f64, half_ulp
 from grids import fast_cases
 from jaxmp import functional
 from jaxmp.errors import JaxmpError
 
 DTYPES = [jnp.float32, jnp.bfloat16, jnp.float16]
 HALVES = DTYPES[1:]
-
-
-def f64(array):
-    return np.asarray(array).astype(np.float64)
-
-
-def half_ulp(dtype):
-    """Returns half of the relative and of the absolute spacing of a dtype."""
-    info = jnp.finfo(dtype)
-    return float(info.eps) / 2, float(info.smallest_subnormal) / 2
 
 
 def assert_rounded_once(found, exact, *, fp32=4e-6):

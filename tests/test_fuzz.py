@@ -20,6 +20,7 @@ from jaxmp._policies._rules import Rule
 from jaxmp._policies._schema import MASTERS, PRESETS, RULE, TABLES, TOP
 from jaxmp._policies._toml import shipped
 from jaxmp.errors import JaxmpError, PolicyError, RecipeError, RuleError
+from sources import code_of
 
 # ---------------------------------------------------------------------------
 # Policies
@@ -126,11 +127,10 @@ def check_text(text):
 
 
 def check_fix(message):
-    lines = [line[4:] for line in message.split("\n") if line.startswith("    ")]
-    shown = "\n".join(lines)
+    shown = code_of(message)
     if shown.startswith("load_recipe("):
         compile(shown, "fix", "eval")
-    elif lines:
+    elif shown:
         assert tomllib.loads(shown)
     else:
         assert re.search("elete one of the two|too deeply|digits", message), message

@@ -15,10 +15,12 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxmp
+from arrays import uniform
 from grids import fast_cases
 from jaxmp._gradients._fp32._layout import WeightLayout, _reshaped, batch_axes
 from jaxmp._programs._jaxprs import equations
 from jaxmp.errors import JaxmpError
+from models_nnx import pure_gradients
 
 ROWS, WIDTH = 64, 16
 
@@ -49,10 +51,6 @@ def gathers(fn, *args):
                 rows.append(str(operand.aval.dtype))
             seen.add(result)
     return sorted(rows)
-
-
-def uniform(shape, seed=0):
-    return np.random.default_rng(seed).uniform(0.5, 1.5, shape).astype(np.float32)
 
 
 PARAMS = {"w": uniform((WIDTH, WIDTH)), "b": uniform(WIDTH, 1), "table": uniform((32, WIDTH), 2)}
@@ -296,14 +294,8 @@ def nnx_gradients(recipe, source):
     # Flax requires a mesh to copy metadata.
     with jax.set_mesh(MESH):
         optimizer = jaxmp.nnx.Optimizer(model, recipe.optimizer(optax.sgd(0.1)))
-    graph, state = nnx.split((model, optimizer))
-
-    def run(state, tokens):
-        model, optimizer = nnx.merge(graph, state)
-        loss_fn = lambda model, tokens: model(tokens).astype(jnp.float32).mean()
-        return nnx.to_pure_dict(optimizer.value_and_grad(loss_fn)(model, tokens)[1])
-
-    return run, state
+    loss_fn = lambda model, tokens: model(tokens).astype(jnp.float32).mean()
+    return pure_gradients(model, optimizer, loss_fn)
 
 
 @pytest.mark.parametrize("source", ["metadata", "argument"])
@@ -382,12 +374,7 @@ def test_shardings_on_another_mesh_are_refused(framework):
     else:
         model = recipe.wrap(nnx.Linear(4, 4, rngs=nnx.Rngs(0)), shardings=where)
         optimizer = jaxmp.nnx.Optimizer(model, recipe.optimizer(optax.sgd(0.1)))
-        graph, state = nnx.split((model, optimizer))
-
-        def step(state, x):
-            model, optimizer = nnx.merge(graph, state)
-            return optimizer.value_and_grad(lambda model, x: model(x).sum())(model, x)[0]
-
+        step, state = pure_gradients(model, optimizer, lambda model, x: model(x).sum())
     with pytest.raises(JaxmpError, match=r"P\('rows',\).*another mesh, .*'data'.*NamedSharding\("):
         jax.jit(step)(jax.device_put(state, on()), x)
 

@@ -5,6 +5,7 @@ import pytest
 
 import gpt
 import jaxmp
+from findings import the_only
 
 # A training step in plain JAX and optax, with microbatches. `CLEAN` fills in the lines in brackets.
 STEP = """
@@ -84,7 +85,7 @@ def test_the_fixes_of_planted_errors_remove_them(monkeypatch):
     assert audit_step({}, monkeypatch).ok
     for check, lines in PLANTED.items():
         report = audit_step(lines, monkeypatch)
-        (finding,) = (finding for finding in report.errors if finding.check == check)
+        finding = the_only(report.errors, check)
         fix = [line.strip() for line in finding.fix.splitlines() if line.startswith("    ")]
         if check not in PASTED:
             assert not fix and "first value of the carry to FP32 before the loop" in finding.fix

@@ -136,7 +136,7 @@ def test_a_rule_without_keep_inputs_has_those_of_the_default():
     assert policies.resolve("c") == get_policy(MIXED)
 
 
-def test_keep_inputs_in_policies_and_files(tmp_path):
+def test_keep_inputs_in_policies_and_files(write):
     policy = Policy("f32", "bf16", "f32", keep_inputs=["t", "x", "t"])
     assert policy.keep_inputs == ("t", "x")
     assert str(policy) == "p=f32,c=bf16,o=f32,keep_inputs=t+x"
@@ -145,9 +145,7 @@ def test_keep_inputs_in_policies_and_files(tmp_path):
     assert Rule("a", "keep_inputs=t+x") == Rule("a", keep_inputs=("t", "x"))
     assert Rule("a", "keep_inputs=none").fields == {"keep_inputs": ()}
     recipe = load_recipe("bf16").replace(policies=PolicyMap(policy, [Rule("a", keep_inputs=["x"])]))
-    file = tmp_path / "kept.toml"
-    file.write_text(recipe.to_toml())
-    assert load_recipe(file) == recipe
+    assert load_recipe(write(recipe.to_toml())) == recipe
     assert eval(repr(recipe.policies.rules[0])) == recipe.policies.rules[0]
 
 
@@ -160,16 +158,15 @@ def test_keep_inputs_in_policies_and_files(tmp_path):
         ("t+1", "'1' is not a name"),
     ],
 )
-def test_bad_values_are_refused(value, reason, tmp_path):
+def test_bad_values_are_refused(value, reason, write):
     with pytest.raises(PolicyError, match=reason) as error:
         Rule("a", keep_inputs=value)
     assert repr(value) in str(error.value) and "keep_inputs=('t', 'positions')" in str(error.value)
     with pytest.raises(PolicyError, match=reason):
         Policy("f32", "bf16", "f32", keep_inputs=value)
     if not isinstance(value, str):
-        file = tmp_path / "bad.toml"
         literal = str(value).replace("'", '"').lower()
-        file.write_text(f'extends = "bf16"\n[policy]\nkeep_inputs = {literal}\n')
+        file = write(f'extends = "bf16"\n[policy]\nkeep_inputs = {literal}\n')
         with pytest.raises(RecipeError, match=r"line 3.*keep_inputs"):
             load_recipe(file)
 

@@ -10,12 +10,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from arrays import floats
 from grids import EXPENSIVE, fast_cases
 from jaxmp._flax._linen_interceptor import module_paths
 from jaxmp._flax._linen_model import apply_policy
 from jaxmp._policies._load import PolicyMap
 from jaxmp._policies._rules import Rule
-from models import MIXED, floats
+from models import MIXED
 from models_linen import MLP, Block
 from programs import dtypes, module_path, named, products, trace
 
@@ -50,21 +51,13 @@ def test_one_module_level_jit_serves_plain_bf16_f16_plain():
     model, x = UsesJitted(), floats(2, 3)
     variables = model.init(KEY, x)
     models = [model, apply_policy(model, "bfloat16"), apply_policy(model, "float16"), model]
-    found = [m.apply(variables, x).dtype.name for m in models]
-    assert found == ["float32", "bfloat16", "float16", "float32"]
+    expected = ["float32", "bfloat16", "float16", "float32"]
+    assert [m.apply(variables, x).dtype.name for m in models] == expected
     inner = [dtypes(products(trace(m.apply, variables, x))[0])[0] for m in models]
-    assert inner == found
-
-
-def test_a_jitted_function_around_apply_retraces_too():
-    model, x = UsesJitted(), floats(2, 3)
-    variables = model.init(KEY, x)
+    assert inner == expected
+    # A jitted function around `apply` is traced again too.
     step = jax.jit(lambda model, variables: model.apply(variables, x), static_argnums=0)
-    found = [
-        step(m, variables).dtype.name
-        for m in (model, apply_policy(model, "bfloat16"), apply_policy(model, "float16"), model)
-    ]
-    assert found == ["float32", "bfloat16", "float16", "float32"]
+    assert [step(m, variables).dtype.name for m in models] == expected
 
 
 class Siblings(nn.Module):

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 from flax import nnx
 
-import gpt
 import language_models
 import llama
 from gpt_programs import count_step
@@ -62,10 +61,6 @@ def reference_loss(params, shape=TOY):
     def norm(x, p):
         return x / np.sqrt((x**2).mean(-1, keepdims=True) + 1e-5) * p["scale"]
 
-    def softmax(x):
-        e = np.exp(x - x.max(-1, keepdims=True))
-        return e / e.sum(-1, keepdims=True)
-
     def rotate(x):
         turned = (x[:, : size // 2] + 1j * x[:, size // 2 :]) * np.exp(
             1j * np.arange(len(x))[:, None] * rates
@@ -82,13 +77,13 @@ def reference_loss(params, shape=TOY):
             for head in range(shape.heads):
                 q, k, v = (qkv[:, head // group, i] for i in (head % group, -2, -1))
                 scores = rotate(q) @ rotate(k).T / np.sqrt(size)
-                heads.append(softmax(np.where(np.tri(len(x)), scores, -np.inf)) @ v)
+                heads.append(language_models.softmax(np.where(np.tri(len(x)), scores, -np.inf)) @ v)
             x = x + np.concatenate(heads, axis=-1) @ p["attention_out"]["kernel"]
             h = norm(x, p["mlp_norm"])
             gate = h @ p["mlp_gate"]["kernel"]
             h = gate / (1 + np.exp(-gate)) * (h @ p["mlp_up"]["kernel"])
             x = x + h @ p["mlp_down"]["kernel"]
-        probabilities = softmax(norm(x, tree["final_norm"]) @ output.T)
+        probabilities = language_models.softmax(norm(x, tree["final_norm"]) @ output.T)
         losses.append(-np.log(probabilities[np.arange(len(x)), tokens[1:]]))
     return np.mean(losses)
 
@@ -125,14 +120,8 @@ def test_remat_changes_no_result(remat):
     [("linen", "fp16"), pytest.param("nnx", "bf16_params", marks=EXPENSIVE)],
 )
 @EXPENSIVE
-def test_its_loss_falls(framework, recipe, monkeypatch, tmp_path):
-    file = tmp_path / "tokens.bin"
-    (np.arange(4000) % 8 + 1).astype(np.uint16).tofile(file)
-    monkeypatch.setitem(llama.SIZES, "tiny", TOY)
-    options = dict(steps=20, batch_size=4, lr=2e-2, tokens=file)
-    losses = llama.main(recipe, llama.Size["tiny"], gpt.Framework(framework), **options)
-    assert len(losses) == 20 and np.isfinite(losses).all()
-    assert losses[0] > 4.5 and losses[-1] < 2.5
+def test_its_loss_falls(framework, recipe, tmp_path):
+    language_models.check_training(llama, TOY, framework, recipe, tmp_path / "tokens.bin")
 
 
 # ---------------------------------------------------------------------------

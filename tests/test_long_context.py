@@ -2,17 +2,13 @@
 
 import functools
 import json
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import typer
 from matplotlib.image import imread
 
 import attention_gpu
@@ -24,6 +20,7 @@ from grids import EXPENSIVE
 from jaxmp._core import _compat
 from jaxmp._core._targets import get_target
 from long_context import GIB, LongGPT, OutOfMemoryError, Point
+from processes import run_script
 
 ROOT = Path(__file__).parents[1]
 TINY = dict(recipe="fp32", first=512, steps=1, seconds=60.0, layers=1, width=16, heads=2)
@@ -229,27 +226,10 @@ def test_blocks_follow_the_memory_of_a_gpu():
 @pytest.mark.slow
 def test_the_rehearsal_on_a_gpu_measures_all_three(tmp_path):
     out = tmp_path / "attention.json"
-    command = [sys.executable, "benchmarks/attention_gpu.py", "--toy", "--out", str(out)]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
-    environment["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"  # what is tiny takes longer to compile
-    ran = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    ran = run_script("benchmarks/attention_gpu.py", "--toy", "--out", out, cwd=ROOT)
     assert ran.returncode == 0, ran.stderr
     report = json.loads(out.read_text())
     assert {row["case"] for row in report["numbers"]} == set(attention_gpu.cases(64))
     assert {row["way"] for row in report["masks"]} == {"jaxmp", "jax.nn, xla"}
     assert {row["pass"] for row in report["speed"]} == set(attention_gpu.PASSES)
     assert report["versions"]["jax"] == jax.__version__
-
-
-@pytest.mark.parametrize("module", [attention_gpu, long_context])
-def test_commands_in_docstrings_name_options_that_exist(module):
-    app = typer.Typer()
-    app.command()(module.main)
-    options = (option.opts for option in typer.main.get_command(app).params)
-    known = {name for names in options for name in names} | {"--help"}
-    lines = [line for line in module.__doc__.splitlines() if line.startswith("    python ")]
-    assert lines
-    for line in lines:
-        words = line.partition("#")[0].split()
-        assert (ROOT / words[1]).is_file()
-        assert {word for word in words if word.startswith("--")} <= known

@@ -24,50 +24,56 @@ from jaxmp.errors import LossScaleError
 
 def deepspeed_model(
     pattern,
-    init=2.0**16,
-    factor=2.0,
-    window=1000,
-    minimum=1.0,
-    delayed_shift=2,
-    consecutive_hysteresis=False,
+    init_scale=2.0**16,
+    growth_factor=2.0,
+    growth_interval=1000,
+    min_scale=1.0,
+    hysteresis=2,
+    hysteresis_refill="growth",
 ):
     """deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler, not raising at its minimum."""
-    scale, last_overflow, left = init, -1, delayed_shift
+    scale, last_overflow, left = init_scale, -1, hysteresis
     for iteration, step in enumerate(pattern):
         if step == "x":
-            if delayed_shift == 1 or left == 1:
-                scale = max(scale / factor, minimum)
+            if hysteresis == 1 or left == 1:
+                scale = max(scale / growth_factor, min_scale)
             else:
                 left -= 1
             last_overflow = iteration
         else:
-            if consecutive_hysteresis:
-                left = delayed_shift
+            if hysteresis_refill == "clean":  # consecutive_hysteresis
+                left = hysteresis
             stable = iteration - last_overflow - 1
-            if stable > 0 and stable % window == 0:
-                if not consecutive_hysteresis:
-                    left = delayed_shift
-                scale *= factor
+            if stable > 0 and stable % growth_interval == 0:
+                if hysteresis_refill == "growth":
+                    left = hysteresis
+                scale *= growth_factor
         yield scale
 
 
 def megatron_model(
-    pattern, init=2.0**32, growth=2.0, backoff=0.5, interval=1000, minimum=1.0, hysteresis=2
+    pattern,
+    init_scale=2.0**32,
+    growth_factor=2.0,
+    backoff_factor=0.5,
+    growth_interval=1000,
+    min_scale=1.0,
+    hysteresis=2,
 ):
     """megatron.core.optimizer.grad_scaler.DynamicGradScaler."""
-    scale, growth_tracker, hysteresis_tracker = init, 0, hysteresis
+    scale, growth_tracker, hysteresis_tracker = init_scale, 0, hysteresis
     for step in pattern:
         if step == "x":
             growth_tracker = 0
             hysteresis_tracker -= 1
             if hysteresis_tracker <= 0:
-                scale = max(scale * backoff, minimum)
+                scale = max(scale * backoff_factor, min_scale)
         else:
             growth_tracker += 1
-            if growth_tracker == interval:
+            if growth_tracker == growth_interval:
                 growth_tracker = 0
                 hysteresis_tracker = hysteresis
-                scale *= growth
+                scale *= growth_factor
         yield scale
 
 
@@ -88,82 +94,46 @@ def assert_same_sequence(loss_scale, pattern, model, rtol=0.0):
 PATTERNS = st.lists(
     st.tuples(st.sampled_from(".x"), st.integers(1, 7)), min_size=1, max_size=10
 ).map(lambda runs: "".join(step * count for step, count in runs)[:40])
-POWERS = st.integers(-126, 126).map(lambda k: 2.0**k)
-BELOW_ONE = st.sampled_from([0.5, 0.25, 0.125])
-ABOVE_ONE = st.sampled_from([2.0, 4.0, 16.0])
-FLOORS = st.sampled_from([2.0**-4, 1.0, 2.0**7])
 INTERVALS = st.integers(1, 5)
-SHIFTS = st.integers(1, 4)
+SETTINGS = st.fixed_dictionaries(
+    {
+        "init_scale": st.integers(-126, 126).map(lambda k: 2.0**k),
+        "growth_factor": st.sampled_from([2.0, 4.0, 16.0]),
+        "growth_interval": INTERVALS,
+        "min_scale": st.sampled_from([2.0**-4, 1.0, 2.0**7]),
+        "hysteresis": st.integers(1, 4),
+    }
+).map(lambda made: made | {"init_scale": max(made["init_scale"], made["min_scale"])})
 
 
-@given(
-    pattern=PATTERNS,
-    init=POWERS,
-    factor=ABOVE_ONE,
-    window=INTERVALS,
-    minimum=FLOORS,
-    shift=SHIFTS,
-    consecutive=st.booleans(),
-)
-def test_deepspeed(pattern, init, factor, window, minimum, shift, consecutive):
-    init = max(init, minimum)
-    ours = DynamicLossScale.preset(
-        "deepspeed",
-        init_scale=init,
-        growth_factor=factor,
-        backoff_factor=1 / factor,
-        growth_interval=window,
-        min_scale=minimum,
-        hysteresis=shift,
-        hysteresis_refill="clean" if consecutive else "growth",
-    )
-    model = deepspeed_model(pattern, init, factor, window, minimum, shift, consecutive)
-    assert_same_sequence(ours, pattern, model)
+@given(PATTERNS, SETTINGS, st.sampled_from(["growth", "clean"]))
+def test_deepspeed(pattern, settings, refill):
+    settings["hysteresis_refill"] = refill
+    backoff = 1 / settings["growth_factor"]
+    ours = DynamicLossScale.preset("deepspeed", backoff_factor=backoff, **settings)
+    assert_same_sequence(ours, pattern, deepspeed_model(pattern, **settings))
 
 
-@given(
-    pattern=PATTERNS,
-    init=POWERS,
-    growth=ABOVE_ONE,
-    backoff=BELOW_ONE,
-    interval=INTERVALS,
-    minimum=FLOORS,
-    hysteresis=SHIFTS,
-)
-def test_megatron(pattern, init, growth, backoff, interval, minimum, hysteresis):
-    init = max(init, minimum)
-    ours = DynamicLossScale.preset(
-        "megatron",
-        init_scale=init,
-        growth_factor=growth,
-        backoff_factor=backoff,
-        growth_interval=interval,
-        min_scale=minimum,
-        hysteresis=hysteresis,
-    )
-    model = megatron_model(pattern, init, growth, backoff, interval, minimum, hysteresis)
-    assert_same_sequence(ours, pattern, model)
+@given(PATTERNS, SETTINGS, st.sampled_from([0.5, 0.25, 0.125]))
+def test_megatron(pattern, settings, backoff):
+    settings["backoff_factor"] = backoff
+    ours = DynamicLossScale.preset("megatron", **settings)
+    assert_same_sequence(ours, pattern, megatron_model(pattern, **settings))
 
 
-@given(
-    pattern=PATTERNS,
-    init=st.floats(1.0, 1e6, width=32),
-    growth=st.sampled_from([1.001, 1.7, 3.0]),
-    backoff=st.sampled_from([0.9, 0.7, 0.1]),
-    interval=INTERVALS,
-)
-def test_megatron_to_the_bit_with_any_factor(pattern, init, growth, backoff, interval):
+FACTORS = {
+    "init_scale": st.floats(1.0, 1e6, width=32),
+    "growth_factor": st.sampled_from([1.001, 1.7, 3.0]),
+    "backoff_factor": st.sampled_from([0.9, 0.7, 0.1]),
+}
+
+
+@given(PATTERNS, st.fixed_dictionaries(FACTORS), INTERVALS)
+def test_megatron_to_the_bit_with_any_factor(pattern, factors, interval):
     """Megatron-LM stores scale, factors and minimum as FP32 tensors."""
-    ours = DynamicLossScale.preset(
-        "megatron",
-        init_scale=init,
-        growth_factor=growth,
-        backoff_factor=backoff,
-        growth_interval=interval,
-    )
-    model = megatron_model(
-        pattern, *map(np.float32, (init, growth, backoff)), interval, np.float32(1)
-    )
+    ours = DynamicLossScale.preset("megatron", growth_interval=interval, **factors)
+    stored = {name: np.float32(value) for name, value in (factors | {"min_scale": 1}).items()}
+    model = megatron_model(pattern, growth_interval=interval, **stored)
     assert_same_sequence(ours, pattern, model)
 
 
@@ -172,7 +142,7 @@ def test_a_wrong_preset_is_noticed():
     pattern = "..x.x..xx...."
     ours = DynamicLossScale.preset("megatron", init_scale=256.0, growth_interval=2)
     with pytest.raises(AssertionError):
-        assert_same_sequence(ours, pattern, deepspeed_model(pattern, 256.0, window=2))
+        assert_same_sequence(ours, pattern, deepspeed_model(pattern, 256.0, growth_interval=2))
 
 
 # The same pattern for all, worked by hand from the published rules.
@@ -180,26 +150,14 @@ TRACE = "..x.x..xx...."
 WORKED = {
     "torch": ("torch", {}, "256 512 256 256 128 128 256 128 64 64 128 128 256"),
     "keras": ("keras", {}, "256 512 256 256 128 128 256 128 64 64 128 128 256"),
-    "tensorflow": (
-        "tensorflow",
-        {},
-        "256 512 256 256 128 128 256 128 64 64 128 128 256",
-    ),
-    "megatron": (
-        "megatron",
-        {},
-        "256 512 512 512 256 256 512 512 256 256 512 512 1024",
-    ),
+    "tensorflow": ("tensorflow", {}, "256 512 256 256 128 128 256 128 64 64 128 128 256"),
+    "megatron": ("megatron", {}, "256 512 512 512 256 256 512 512 256 256 512 512 1024"),
     "apex kernel": (
         "torch",
         {"hysteresis": 2, "hysteresis_refill": "clean"},
         "256 512 512 512 512 512 1024 1024 512 512 1024 1024 2048",
     ),
-    "deepspeed": (
-        "deepspeed",
-        {},
-        "256 256 256 256 128 128 128 64 32 32 32 64 64",
-    ),
+    "deepspeed": ("deepspeed", {}, "256 256 256 256 128 128 128 64 32 32 32 64 64"),
     "deepspeed consecutive": (
         "deepspeed",
         {"hysteresis_refill": "clean"},

@@ -19,6 +19,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 import jaxmp
 import loss_errors
 import loss_memory
+from arrays import f64, half_ulp
 from gpu_compiler import needs_compiler
 from grids import EXPENSIVE, fast_cases
 from jaxmp import losses
@@ -26,6 +27,7 @@ from jaxmp._core import _compat
 from jaxmp._core._targets import get_target
 from jaxmp._tools.audit._hlo import Program
 from jaxmp.errors import JaxmpError
+from processes import run_python
 from programs import products, trace
 
 ROOT = Path(__file__).parent.parent
@@ -37,10 +39,6 @@ F32_EPS = 2.0**-24  # half a unit in the last place, relative
 # ---------------------------------------------------------------------------
 # FP64 reference
 # ---------------------------------------------------------------------------
-
-
-def f64(array):
-    return np.asarray(array).astype(np.float64)
 
 
 def oracle(logits, labels, label_smoothing=0.0, z_loss=0.0):
@@ -59,12 +57,6 @@ def oracle(logits, labels, label_smoothing=0.0, z_loss=0.0):
         loss = -np.where(q == 0, 0, q * (logits - lse)).sum(-1) + z_loss * lse[..., 0] ** 2
     slope = np.exp(logits - lse) * (q.sum(-1, keepdims=True) + 2 * z_loss * lse) - q
     return loss, np.where(masked, 0, slope), lse
-
-
-def half_ulp(dtype):
-    """Returns half of the relative and of the absolute spacing of a dtype."""
-    info = jnp.finfo(dtype)
-    return float(info.eps) / 2, float(info.smallest_subnormal) / 2
 
 
 def residuals(fn, *args):
@@ -434,7 +426,7 @@ for loss in (losses.softmax_cross_entropy(x, y), losses.linear_cross_entropy(x, 
     assert loss.dtype == np.float64 and abs(loss - exact) < 1e-15 * 8, (loss, exact)
 assert losses.softmax_cross_entropy(jnp.asarray(x, jnp.bfloat16), y).dtype == np.float32
 """
-    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
+    run_python(code)
 
 
 # ---------------------------------------------------------------------------

@@ -14,6 +14,7 @@ from jaxmp._attention._layer import attention_under_policy
 from jaxmp._programs._jaxprs import equations
 from jaxmp._programs._static_values import Scope
 from jaxmp.errors import AttentionError
+from sources import code_of
 
 BATCH, LENGTH, WIDTH = 2, 16, 32
 # Sequences of 16 and 11 tokens; 0 is padding.
@@ -527,14 +528,13 @@ def test_scans_know_what_is_the_same_in_each_step():
 # ---------------------------------------------------------------------------
 
 
-def test_settings_are_read_and_written(tmp_path):
-    path = tmp_path / "mine.toml"
-    path.write_text(
+def test_settings_are_read_and_written(write):
+    file = write(
         'extends = "bf16"\n[attention]\nmask = "causal"\nwindow = 127\n'
         '[[rules]]\npath = "cross"\nmask = "padding"\nrequired = false\n'
         '[[rules]]\npath = "local"\nwindow = [7, 0]\nimplementation = "xla"\nrequired = false\n'
     )
-    loaded = load_recipe(str(path))
+    loaded = load_recipe(file)
     settings = lambda name: (
         (policy := loaded.policies.resolve(name)).implementation,
         policy.mask,
@@ -543,11 +543,9 @@ def test_settings_are_read_and_written(tmp_path):
     assert settings("any") == ("auto", "causal", (127, 0))
     assert settings("cross") == ("auto", "padding", None)
     assert settings("local") == ("xla", "causal", (7, 0))
-    path.write_text(loaded.to_toml())
-    assert load_recipe(str(path)) == loaded
-    child = tmp_path / "child.toml"
-    child.write_text('extends = "mine.toml"\n[attention]\nmask = "causal+padding"\n')
-    assert load_recipe(str(child)).policies.default.window is None
+    assert load_recipe(write(loaded.to_toml())) == loaded
+    child = 'extends = "my.toml"\n[attention]\nmask = "causal+padding"\n'
+    assert load_recipe(write(child, "child.toml")).policies.default.window is None
     policy = jaxmp.get_policy("p=f32,c=bf16,mask=full,window=3+1")
     assert policy.window == (3, 1) and jaxmp.get_policy(str(policy)) == policy
     assert recipe(mask="causal", window=5).replace(mask="full").policies.default.window is None
@@ -562,16 +560,13 @@ def test_settings_are_read_and_written(tmp_path):
         ("[attention]\nmask = 'causal'\nwindow = -1", "neither a nonnegative integer nor a pair"),
     ],
 )
-def test_settings_that_a_file_may_not_have(tmp_path, text, message):
-    path = tmp_path / "mine.toml"
-    path.write_text(f'extends = "bf16"\n{text}\n')
+def test_settings_that_a_file_may_not_have(write, text, message):
     with pytest.raises(jaxmp.errors.RecipeError, match=message) as error:
-        load_recipe(str(path))
-    fix = "\n".join(line[4:] for line in str(error.value).splitlines() if line[:4] == "    ")
+        load_recipe(write(f'extends = "bf16"\n{text}\n'))
+    fix = code_of(str(error.value))
     table = '[[rules]]\npath = "a"' if "rules" in text else "[attention]"
     mask = "" if "mask" in fix or "rules" in text else 'mask = "causal"'
-    path.write_text(f'extends = "bf16"\n{table}\n{mask}\n{fix}\n')
-    load_recipe(str(path))
+    load_recipe(write(f'extends = "bf16"\n{table}\n{mask}\n{fix}\n'))
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,6 @@ import jaxmp
 from gpu_compiler import needs_compiler
 from jaxmp._core._targets import get_target
 from jaxmp._programs import _constructs
-from jaxmp._tools.cli import main
 from jaxmp._tools.memory import STATE, _errors
 from jaxmp._tools.memory._cache import compiler_of
 from jaxmp.errors import AuditError, MissingDependencyError, TargetError
@@ -299,19 +298,17 @@ def test_an_unknown_operation_with_a_jaxpr_is_a_warning(monkeypatch):
         jaxmp.estimate_memory(lambda x: jax.nn.relu(x), ROWS, exact=False)
 
 
-def test_command(tmp_path, capsys, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "run_memory.py").write_text(
+def test_command(command, write, tmp_path):
+    file = write(
         "import jax, jax.numpy as jnp\n"
         "def make_step(recipe):\n"
         "    step = lambda w, x: jax.grad(lambda w: jnp.sum(x @ w))(w)\n"
-        "    return step, jax.ShapeDtypeStruct((8, 8), jnp.float32), jnp.ones((2, 8))\n"
+        "    return step, jax.ShapeDtypeStruct((8, 8), jnp.float32), jnp.ones((2, 8))\n",
+        "run_memory.py",
     )
-    command = ["memory", "run_memory.py:make_step", "--recipe", "bf16", "--target", "h200"]
-    with pytest.raises(SystemExit) as stop:
-        main([*command, "--json", "memory.json"])
-    assert stop.value.code == 0
-    assert "fits in h200" in capsys.readouterr().out
+    options = ["--recipe", "bf16", "--target", "h200", "--json", "memory.json"]
+    code, out, _ = command("memory", f"{file}:make_step", *options)
+    assert code == 0 and "fits in h200" in out
     data = json.loads((tmp_path / "memory.json").read_text())
     assert data["kinds"]["parameters"] == 256
     assert MemoryEstimate.from_json(json.dumps(data)).total == data["total"]

@@ -15,7 +15,7 @@ from flax import nnx
 import jaxmp
 from jaxmp import PolicyMap, Rule, get_policy
 from jaxmp.errors import PolicyError, RecipeWarning, RuleError
-from programs import dtypes, products, trace
+from programs import dtypes, operands, products, trace
 from relaxed import relaxed
 
 BF16, F32 = np.dtype("bfloat16"), np.dtype("float32")
@@ -24,9 +24,8 @@ X = jax.random.normal(jax.random.key(0), (32, 8))
 TARGETS = 1000.0 + X.sum(1)
 
 
-def operands(fn, *args):
-    """Returns the dtypes of the operands of all matmuls."""
-    return {name for equation in products(trace(fn, *args)) for name in dtypes(equation)[:2]}
+def operand_dtypes(fn, *args):
+    return {name for pair in operands(fn, *args) for name in pair}
 
 
 class LinenCritic(nn.Module):
@@ -73,7 +72,7 @@ def test_a_loss_that_is_a_method_receives_its_targets_in_float32(make_loss, reci
     assert value.dtype == F32
     # The targets exceed the predictions 500 times, whose rounding therefore changes little.
     np.testing.assert_allclose(value, make_loss(None)(X, TARGETS), rtol=1e-4)
-    assert operands(loss, X, TARGETS) == {
+    assert operand_dtypes(loss, X, TARGETS) == {
         jaxmp.load_recipe(recipe).policies.default.compute_dtype.name
     }
 
@@ -146,7 +145,7 @@ def test_layers_of_encoders_and_decoders_cast_their_operands(make):
     assert set(SEEN) == {F32}
     assert code.dtype == image.dtype == F32
     for name, value in (("encode", X), ("decode", code)):
-        assert operands(functools.partial(call, name), value) == {"bfloat16"}
+        assert operand_dtypes(functools.partial(call, name), value) == {"bfloat16"}
     SEEN.clear()
     np.testing.assert_allclose(call("__call__", X), image, rtol=2e-2, atol=1e-2)
     assert set(SEEN) == {BF16}
@@ -233,13 +232,13 @@ class LinenRaw(nn.Module):
 def test_own_parameters_are_cast_in_the_forward_pass_only():
     model = Raw(nnx.Rngs(0))
     wrapped = jaxmp.load_recipe("p=f32,c=bf16,o=f32,forward_methods=embed").wrap(model)
-    assert operands(wrapped.embed, X) == {"bfloat16"}
+    assert operand_dtypes(wrapped.embed, X) == {"bfloat16"}
     np.testing.assert_array_equal(wrapped.penalty(), model.penalty())
 
 
 def test_the_call_of_a_module_by_its_own_loss_is_a_forward_pass():
     wrapped = jaxmp.load_recipe("p=f32,c=f16,o=f32").wrap(Raw(nnx.Rngs(0)))
-    assert operands(wrapped.loss, X) == {"float16"}
+    assert operand_dtypes(wrapped.loss, X) == {"float16"}
     assert wrapped.loss(X).dtype == F32
 
 
@@ -268,7 +267,7 @@ def test_a_linen_method_that_multiplies_by_its_own_parameters_is_reported():
     with jax.numpy_dtype_promotion("standard"), pytest.warns(RecipeWarning, match=DECLARED):
         embed(policies)(X)
     fixed = embed(PolicyMap(policies, [Rule("", forward_methods=["embed"])]))
-    assert operands(fixed, X) == {"bfloat16"}
+    assert operand_dtypes(fixed, X) == {"bfloat16"}
 
 
 # ---------------------------------------------------------------------------

@@ -1,7 +1,6 @@
 """Located origins of values that are not finite: planted faults, their fixes, and healthy steps."""
 
 import ast
-import importlib.util
 import inspect
 import itertools
 import json
@@ -24,49 +23,28 @@ from grids import fast_cases
 from jaxmp._core._compat import cudnn_version
 from jaxmp._programs._jaxprs import equations
 from jaxmp._programs._locations import Lines
-from jaxmp._tools import cli
 from jaxmp._tools.audit._trace import trace
 from jaxmp._tools.nonfinite import NonfiniteReport
 from jaxmp._tools.nonfinite._record import Program, Recorded, Recorder
 from planted_nonfinite import HEAD, PLANTS
-from test_audit_fixes import is_target
+from sources import code_of, load_module, replace_expression
 
-NUMBERS = itertools.count()
 BY_NAME = {plant.name: plant for plant in PLANTS}
 
 
-@pytest.fixture(autouse=True)
-def standard_promotion():
-    """The planted programs and their fixes rely on promotion, as user programs do."""
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        yield
+# The planted programs and their fixes rely on promotion, as user programs do.
+pytestmark = pytest.mark.usefixtures("standard_promotion", "rank_promotion")
 
 
 def loaded(program, folder):
     """Returns the function `make` of a module with this source."""
-    file = folder / f"planted_{next(NUMBERS)}.py"
-    file.write_text(program)
-    spec = importlib.util.spec_from_file_location(file.stem, file)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module.make
-
-
-def code_of(fix):
-    """Returns the lines of code of a printed fix."""
-    return "\n".join(line[4:] for line in fix.splitlines() if line.startswith("    "))
+    return load_module(program, folder).make
 
 
 def replaced(program, report):
     """Returns a program in which the code of the fix replaces the expression of the line."""
-    lines = program.splitlines()
-    nodes = [n for n in ast.walk(ast.parse(program)) if isinstance(n, ast.expr)]
-    own = [n for n in nodes if n.lineno == report.line and not is_target(n)]
-    node = next(n for n in own if ast.unparse(n) == report.expression)
-    line = lines[node.lineno - 1]
-    code = f"({code_of(report.fix)})"
-    lines[node.lineno - 1] = line[: node.col_offset] + code + line[node.end_col_offset :]
-    return "\n".join(lines)
+    is_wanted = lambda node: ast.unparse(node) == report.expression
+    return replace_expression(program, report.line, is_wanted, code_of(report.fix))
 
 
 def with_statement(program, variable, code):
@@ -386,12 +364,9 @@ def test_a_donated_batch_is_named():
     assert "donate_argnums=0" in code_of(report.reason)
 
 
-def test_an_iterator_with_several_states_is_refused(tmp_path, capsys):
-    file = tmp_path / "several.py"
-    file.write_text("def make_step():\n    return print, 1, 2, iter([3])\n")
-    with pytest.raises(SystemExit):
-        cli.main(["locate", f"{file}:make_step"])
-    message = " ".join(capsys.readouterr().err.split())
+def test_an_iterator_with_several_states_is_refused(command, write):
+    file = write("def make_step():\n    return print, 1, 2, iter([3])\n", "several.py")
+    message = " ".join(command("locate", f"{file}:make_step")[2].split())
     assert "2 states and an iterator of batches" in message
     assert "return train_step, model, optimizer, batch" in message
 
@@ -623,19 +598,13 @@ def page(tmp_path, monkeypatch):
     sys.modules.pop("run", None)
 
 
-def command(capsys, *arguments):
-    with pytest.raises(SystemExit) as stop:
-        cli.main(["locate", *arguments])
-    return stop.value.code, capsys.readouterr()
+def test_the_command_prints_what_the_page_shows(page, command):
+    code, out, error = command("locate", "run.py:make_step")
+    assert code == 1, error
+    assert "\n".join(map(str.rstrip, out.splitlines())).strip() == blocks("")[0].strip()
 
 
-def test_the_command_prints_what_the_page_shows(page, capsys):
-    code, printed = command(capsys, "run.py:make_step")
-    assert code == 1, printed.err
-    assert "\n".join(map(str.rstrip, printed.out.splitlines())).strip() == blocks("")[0].strip()
-
-
-def test_the_command_reproduces_from_a_checkpoint(page, capsys, tmp_path):
+def test_the_command_reproduces_from_a_checkpoint(page, command, tmp_path):
     names = {}
     exec(page[0], names)
     step, state, batches = names["make_step"]()
@@ -643,18 +612,17 @@ def test_the_command_reproduces_from_a_checkpoint(page, capsys, tmp_path):
         state, _ = step(state, batch)
     with jaxmp.checkpoint.Checkpointer(tmp_path / "checkpoints") as checkpointer:
         checkpointer.save(10, state, recipe="bf16", extra={"position": 10})
-        checkpointer.wait()
     arguments = "run.py:make_step", "--checkpoint", "checkpoints", "--json", "-"
-    code, printed = command(capsys, *arguments, "--step", "10")
-    assert code == 1, printed.err
-    fields = json.loads(printed.out)
+    code, out, error = command("locate", *arguments, "--step", "10")
+    assert code == 1, error
+    fields = json.loads(out)
     assert (fields["cause"], fields["index"]) == ("division_by_zero", [2, 0])
     # The first three batches are healthy.
-    code, printed = command(capsys, *arguments, "--batches", "3")
-    assert code == 0 and not json.loads(printed.out)["reproduced"]
+    code, out, _ = command("locate", *arguments, "--batches", "3")
+    assert code == 0 and not json.loads(out)["reproduced"]
 
 
-def test_the_command_restores_all_arguments_of_a_saved_tuple(page, capsys, tmp_path):
+def test_the_command_restores_all_arguments_of_a_saved_tuple(page, command, tmp_path):
     (tmp_path / "run.py").write_text(
         """
 import jax, jax.numpy as jnp, jaxmp, optax
@@ -678,11 +646,10 @@ def make_step():
     moments.mu.bias[...] = moments.mu.bias[...].at[1].set(jnp.nan)
     with jaxmp.checkpoint.Checkpointer(tmp_path / "checkpoints") as checkpointer:
         checkpointer.save(1, (model, optimizer), recipe="fp32", allow_nonfinite=True)
-        checkpointer.wait()
     arguments = "run.py:make_step", "--checkpoint", "checkpoints", "--json", "-"
-    code, printed = command(capsys, *arguments)
-    assert code == 1, printed.err
-    fields = json.loads(printed.out)
+    code, out, error = command("locate", *arguments)
+    assert code == 1, error
+    fields = json.loads(out)
     assert (fields["cause"], fields["index"]) == ("poisoned_moment", [1])
     assert "mu" in fields["argument"] and "bias" in fields["argument"]
 
@@ -697,14 +664,13 @@ def make_step():
         (["run.py:state"], "returned dict, not a function and its arguments"),
     ],
 )
-def test_the_command_refuses_bad_input(page, capsys, tmp_path, arguments, message):
+def test_the_command_refuses_bad_input(page, command, tmp_path, arguments, message):
     more = (
         "def empty():\n    return jnp.sum, jnp.ones(2), iter([])\n\ndef state():\n    return {}\n"
     )
     (tmp_path / "run.py").write_text(page[0] + more)
-    code, printed = command(capsys, *arguments)
-    assert code == 2
-    assert message in " ".join(printed.err.split())
+    code, _, error = command("locate", *arguments)
+    assert code == 2 and message in " ".join(error.split())
 
 
 def assert_equal_but_for_rounding(printed, text):

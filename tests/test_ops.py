@@ -6,8 +6,6 @@ import functools
 import inspect
 import pickle
 import re
-import subprocess
-import sys
 import tomllib
 from pathlib import Path
 
@@ -24,8 +22,10 @@ from grids import EXPENSIVE
 from jaxmp._policies._load import PolicyMap, as_op_table
 from jaxmp._policies._op_table import ANY, CATEGORIES, DEFAULT_OPS, JOINT, OpRule, OpTable
 from jaxmp._policies._recipe import list_recipes, load_recipe
-from jaxmp._tools import cli
 from jaxmp.errors import JaxmpError, OpError, RecipeError
+from processes import run_python
+from programs import trace
+from sources import code_of
 
 BF16, F16, F32 = (np.dtype(name) for name in ("bfloat16", "float16", "float32"))
 
@@ -57,9 +57,7 @@ KERNEL_CALLS = {"pallas_call", "mpmd_map", "core_map", "mosaic_gpu_p"}
 @pytest.fixture(scope="module")
 def found():
     """Returns the primitives that a jaxpr of the installed JAX can contain."""
-    done = subprocess.run([sys.executable, "-c", COLLECT], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    pairs = [line.split() for line in done.stdout.splitlines()]
+    pairs = [line.split() for line in run_python(COLLECT).splitlines()]
     every = {name for name, _ in pairs}
     return {name for name, module in pairs if not KERNEL.match(module)} | KERNEL_CALLS & every
 
@@ -272,19 +270,6 @@ def operands(dtype):
     return np.linspace(0.2, 0.8, 8).astype(dtype), np.linspace(0.75, 0.3, 8).astype(dtype)
 
 
-def equations(jaxpr):
-    for equation in jaxpr.eqns:
-        yield equation
-        for value in jax.tree.leaves(list(equation.params.values())):
-            inner = getattr(value, "jaxpr", value)
-            if hasattr(inner, "eqns"):
-                yield from equations(inner)
-
-
-def traced(dtype):
-    return list(equations(jax.make_jaxpr(calls)(*operands(dtype)).jaxpr))
-
-
 MOVABLE = {name for name, op in DEFAULT_OPS.items() if len(op.allowed) > 1}
 
 
@@ -293,7 +278,7 @@ def is_floating(variable):
 
 
 def test_every_operation_that_may_be_moved_has_an_example():
-    made = {equation.primitive.name for equation in traced(F32)}
+    made = {equation.primitive.name for equation in trace(calls, *operands(F32))}
     assert MOVABLE - made <= NOT_MADE | ELSEWHERE
     assert not made & NOT_MADE
 
@@ -301,7 +286,7 @@ def test_every_operation_that_may_be_moved_has_an_example():
 @pytest.mark.parametrize("dtype", [F32, BF16, F16], ids=str)
 def test_what_may_be_moved_runs_in_each_dtype_that_a_policy_names(dtype):
     """Operations that JAX cannot run in these dtypes must not be movable to "low" or "fp32"."""
-    for equation in traced(dtype):
+    for equation in trace(calls, *operands(dtype)):
         if equation.primitive.name in MOVABLE:
             variables = filter(is_floating, [*equation.invars, *equation.outvars])
             assert {variable.aval.dtype for variable in variables} <= {dtype}, equation
@@ -337,7 +322,7 @@ def mixes(equation):
 def test_operands_that_must_share_a_dtype_are_known():
     """A row may be "follow" only if JAX accepts operands of two dtypes."""
     seen = {}
-    for equation in equations(jax.make_jaxpr(examples)(*operands(F32)).jaxpr):
+    for equation in trace(examples, *operands(F32)):
         name = equation.primitive.name
         distinct = {id(variable) for variable in equation.invars if is_floating(variable)}
         if name in MOVABLE - PRODUCTS - UNCHECKED and len(distinct) > 1:
@@ -451,18 +436,6 @@ def test_a_row_of_ones_own():
 # ---------------------------------------------------------------------------
 
 
-@pytest.fixture
-def write(tmp_path, monkeypatch):
-    """Writes a recipe into the current directory, and returns its name."""
-    monkeypatch.chdir(tmp_path)
-
-    def write(text, name="my.toml"):
-        Path(name).write_text(text, encoding="utf-8")
-        return name
-
-    return write
-
-
 @pytest.mark.parametrize("name", list_recipes())
 def test_shipped_recipes_keep_the_default_table(name):
     recipe = load_recipe(name)
@@ -516,9 +489,8 @@ def test_a_refusal_names_the_location_and_shows_a_fix_that_loads(write, text, wo
     assert message.startswith("'my.toml', line ")
     assert all(word in message for word in words), message
     assert len(message) < 1000  # names the nearest operation, and not all of them
-    shown = "\n".join(line[4:] for line in message.splitlines() if line.startswith("    "))
     line = int(re.search(r"line (\d+)", message)[1])
-    assert load_recipe(write("\n".join([*text.split("\n")[: line - 1], shown])))
+    assert load_recipe(write("\n".join([*text.split("\n")[: line - 1], code_of(message)])))
 
 
 def test_replace(write):
@@ -567,15 +539,14 @@ def test_the_table_of_whatever_names_policies(write):
 
 
 @pytest.fixture
-def show(capsys, monkeypatch):
+def show(command, monkeypatch):
     monkeypatch.setenv("NO_COLOR", "1")
 
     def show(*arguments, columns=100):
         monkeypatch.setenv("COLUMNS", str(columns))
-        with pytest.raises(SystemExit) as stop:
-            cli.main(["show", *arguments])
-        assert stop.value.code == 0
-        return capsys.readouterr().out
+        status, out, _ = command("show", *arguments)
+        assert status == 0
+        return out
 
     return show
 

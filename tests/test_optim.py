@@ -16,30 +16,19 @@ from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
 import jaxmp
+from arrays import changed, same_bits
 from grids import EXPENSIVE, fast_cases
 from jaxmp import optim
-from jaxmp.errors import CompositionError
+from jaxmp._core._trees import all_finite
+from jaxmp.errors import CompositionError, MasterOverflowError, RecipeWarning, ScaleCollapsedError
+from jaxmp.optim._mixed_precision import mixed_precision
 from jaxmp.optim._rounding import pack, unpack
+from jaxmp.optim._skip import skip_nonfinite
 from relaxed import relaxed
 
 BF16 = jaxmp.PolicyMap("p=bf16,c=bf16,o=f32")
 FP16 = jaxmp.PolicyMap("p=f16,c=f16,o=f32")
 FP32 = jaxmp.PolicyMap("p=f32,c=bf16,o=f32")
-
-
-def same_bits(a, b):
-    a, b = (np.asarray(jax.random.key_data(x) if _is_key(x) else x) for x in (a, b))
-    return a.dtype == b.dtype and a.tobytes() == b.tobytes()
-
-
-def _is_key(x):
-    return jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
-
-
-def changed(old, new):
-    """Returns the paths of the leaves that are not bit-identical."""
-    pairs = zip(jax.tree.leaves_with_path(old), jax.tree.leaves_with_path(new), strict=True)
-    return [jax.tree_util.keystr(path) for (path, a), (_, b) in pairs if not same_bits(a, b)]
 
 
 def toy_params(dtype=jnp.float32):
@@ -63,7 +52,7 @@ def adversarial(step, shape):
 @pytest.mark.parametrize("inner", [optax.adam(1e-2), optax.sgd(1e-3, momentum=0.9)])
 @fast_cases("inner0-policies0-fp32", "inner1-policies1-packed")
 def test_params_are_cast_masters_for_a_thousand_adversarial_steps(policies, form, inner):
-    tx = optim._mixed_precision.mixed_precision(relaxed(inner), recipe=policies, master=form)
+    tx = mixed_precision(relaxed(inner), recipe=policies, master=form)
     stored = policies.default.param_dtype
     state = jaxmp.TrainState.create(apply_fn=None, params=toy_params(), tx=tx)
     cast = (lambda m: pack(m)[0]) if form == "packed" else (lambda m: m.astype(stored))
@@ -75,7 +64,7 @@ def test_params_are_cast_masters_for_a_thousand_adversarial_steps(policies, form
         masters = jaxmp.get_master_params(state)
         as_bits = lambda p: jax.lax.bitcast_convert_type(p, jnp.uint16)
         same = jax.tree.map(lambda m, p: as_bits(cast(m)) == as_bits(p), masters, state.params)
-        return state, (jax.tree.map(jnp.all, same), jaxmp._core._trees.all_finite(masters))
+        return state, (jax.tree.map(jnp.all, same), all_finite(masters))
 
     state, (same, finite) = jax.jit(lambda s: jax.lax.scan(step, s, jnp.arange(1000)))(state)
     assert all(bool(jnp.all(leaf)) for leaf in jax.tree.leaves((same, finite)))
@@ -91,9 +80,7 @@ def test_both_forms_train_the_same_masters_as_fp32_parameters():
         ("fp32", BF16, "fp32"),
         ("packed", BF16, "packed"),
     ]:
-        tx = optim._mixed_precision.mixed_precision(
-            relaxed(optax.adamw(1e-2)), recipe=policies, master=form
-        )
+        tx = mixed_precision(relaxed(optax.adamw(1e-2)), recipe=policies, master=form)
         state = jaxmp.TrainState.create(apply_fn=None, params=toy_params(), tx=tx)
         step = jax.jit(lambda state, g: state.apply_gradients(grads=g))
         for g in grads:
@@ -113,7 +100,7 @@ def test_small_updates_stall_without_masters_and_not_with_them():
     params = {"w": jnp.ones(4)}
     ends = {}
     for form in ("none", "fp32", "packed"):
-        tx = optim._mixed_precision.mixed_precision(optax.sgd(1e-3), recipe=BF16, master=form)
+        tx = mixed_precision(optax.sgd(1e-3), recipe=BF16, master=form)
         state = jaxmp.TrainState.create(apply_fn=None, params=params, tx=tx)
         step = jax.jit(lambda state: state.apply_gradients(grads={"w": jnp.ones(4)}))
         for _ in range(1000):
@@ -126,7 +113,7 @@ def test_small_updates_stall_without_masters_and_not_with_them():
 @pytest.mark.parametrize("form", ["fp32", "packed"])
 def test_plain_optax_loop_lands_on_the_cast_master(form):
     params = toy_params()
-    tx = optim._mixed_precision.mixed_precision(relaxed(optax.adam(1e-2)), recipe=BF16, master=form)
+    tx = mixed_precision(relaxed(optax.adam(1e-2)), recipe=BF16, master=form)
     state = tx.init(params)
     params = optim._master.cast_params(params, BF16, form)
 
@@ -151,14 +138,14 @@ def test_plain_optax_loop_lands_on_the_cast_master(form):
 
 def test_moments_are_fp32_whatever_the_parameters_are():
     for form in ("fp32", "packed", "none"):
-        tx = optim._mixed_precision.mixed_precision(optax.adam(1e-2), recipe=BF16, master=form)
+        tx = mixed_precision(optax.adam(1e-2), recipe=BF16, master=form)
         state = tx.init(toy_params())
         adam = optax.tree.get(state, "mu"), optax.tree.get(state, "nu")
         assert {leaf.dtype for leaf in jax.tree.leaves(adam)} == {np.dtype("float32")}
 
 
 def test_fp32_parameters_have_no_second_copy():
-    state = optim._mixed_precision.mixed_precision(optax.sgd(0.1), recipe=FP32).init(toy_params())
+    state = mixed_precision(optax.sgd(0.1), recipe=FP32).init(toy_params())
     assert not jax.tree.leaves(state.inner_state.masters)
 
 
@@ -166,7 +153,7 @@ def test_rules_choose_the_storage_of_each_parameter():
     policies = jaxmp.PolicyMap(
         "p=bf16,c=bf16,o=f32", [jaxmp.Rule("dense:bias", "p=f32", why="small and sensitive")]
     )
-    tx = optim._mixed_precision.mixed_precision(optax.sgd(0.1), recipe=policies)
+    tx = mixed_precision(optax.sgd(0.1), recipe=policies)
     state = jaxmp.TrainState.create(apply_fn=None, params=toy_params(), tx=tx)
     assert state.params["dense"]["kernel"].dtype == jnp.bfloat16
     assert state.params["dense"]["bias"].dtype == jnp.float32
@@ -184,7 +171,7 @@ def test_rules_choose_the_storage_of_each_parameter():
     ],
 )
 def test_optax_maps_over_the_states_that_are_like_the_parameters(recipe, form, inner):
-    tx = optim._mixed_precision.mixed_precision(relaxed(inner), recipe=recipe, master=form)
+    tx = mixed_precision(relaxed(inner), recipe=recipe, master=form)
     params = jaxmp.load_recipe(recipe).cast_params(toy_params())
     state = tx.init(toy_params())
     names = {"dense": {"kernel": "kernel", "bias": "bias"}}
@@ -211,7 +198,7 @@ def test_optax_maps_over_masters_of_some_parameters_as_over_masked_ones():
 
 def test_optax_reads_and_sets_fields_of_the_inner_state():
     inner = optax.inject_hyperparams(optax.adam)(learning_rate=0.1)
-    state = optim._mixed_precision.mixed_precision(inner, recipe="bf16_params").init(toy_params())
+    state = mixed_precision(inner, recipe="bf16_params").init(toy_params())
     new = optax.tree.set(state, learning_rate=jnp.float32(0.5))
     assert optax.tree.get(new, "learning_rate") == 0.5
     assert changed(state, new) == [".inner_state.inner_state.hyperparams['learning_rate']"]
@@ -231,9 +218,7 @@ def test_masters_of_parameters_that_were_drawn_in_16_bits_are_named(recipe):
         kernel = lambda dtype, draw=draw: {
             "dense": {"kernel": draw(jax.random.key(0), (128, 128), dtype)}
         }
-        with pytest.warns(
-            jaxmp.errors.RecipeWarning, match=r"dense:kernel.*different values"
-        ) as warned:
+        with pytest.warns(RecipeWarning, match=r"dense:kernel.*different values") as warned:
             init(kernel(dtype))
         assert warned[0].filename == __file__
         init(kernel(jnp.float32))  # the fix
@@ -245,52 +230,48 @@ def test_masters_of_parameters_that_were_drawn_in_16_bits_are_named(recipe):
 def test_a_master_that_does_not_fit_skips_the_step_and_check_names_it():
     params = {"a": {"w": jnp.full((2,), 60000.0)}, "b": jnp.ones(2)}
     for skip in ("cond", "select"):
-        tx = optim._mixed_precision.mixed_precision(optax.sgd(1.0), recipe=FP16, skip=skip)
+        tx = mixed_precision(optax.sgd(1.0), recipe=FP16, skip=skip)
         state = jaxmp.TrainState.create(apply_fn=None, params=params, tx=tx)
         grads = {"a": {"w": jnp.array([0.0, -6000.0])}, "b": jnp.ones(2)}
         new = jax.jit(lambda s, g: s.apply_gradients(grads=g))(state, grads)
         assert all("stats" in path or "loss_scale" in path for path in changed(state, new))
         stats = jaxmp.get_skip_stats(new)
         assert int(stats.total) == 1 and not bool(stats.last_finite)
-        with pytest.raises(
-            jaxmp.errors.MasterOverflowError, match=r"'a:w'.*Rule\('a:w', 'p=f32'\)"
-        ):
+        with pytest.raises(MasterOverflowError, match=r"'a:w'.*Rule\('a:w', 'p=f32'\)"):
             jaxmp.check(new)
         again = new.apply_gradients(grads=jax.tree.map(jnp.zeros_like, grads))
         jaxmp.check(again)
 
 
 def test_packed_is_refused_for_float16_with_a_fix_that_works():
-    tx = optim._mixed_precision.mixed_precision(optax.sgd(0.1), recipe=FP16, master="packed")
-    with pytest.raises(jaxmp.errors.CompositionError, match="dense:bias") as error:
+    tx = mixed_precision(optax.sgd(0.1), recipe=FP16, master="packed")
+    with pytest.raises(CompositionError, match="dense:bias") as error:
         tx.init(toy_params())
     rule = re.search(r"Rule\(.*\)", str(error.value)).group()
     mended = jaxmp.PolicyMap(
         FP16.default, [eval(rule, {"Rule": jaxmp.Rule}), jaxmp.Rule("**", "p=bf16")]
     )
-    optim._mixed_precision.mixed_precision(optax.sgd(0.1), recipe=mended, master="packed").init(
-        toy_params()
-    )
+    mixed_precision(optax.sgd(0.1), recipe=mended, master="packed").init(toy_params())
 
 
 def test_uncast_parameters_are_refused_in_a_plain_loop():
-    tx = optim._mixed_precision.mixed_precision(optax.sgd(0.1), recipe=BF16)
+    tx = mixed_precision(optax.sgd(0.1), recipe=BF16)
     params = toy_params()
     state = tx.init(params)
-    with pytest.raises(jaxmp.errors.CompositionError, match=r"recipe.cast_params\(params\)"):
+    with pytest.raises(CompositionError, match=r"recipe.cast_params\(params\)"):
         tx.update(params, state, params)
 
 
 @pytest.mark.parametrize("bad", [{"master": "fp64"}, {"skip": "maybe"}])
 def test_unknown_modes_are_refused_with_the_menu(bad):
     (value,) = bad.values()
-    with pytest.raises(jaxmp.errors.CompositionError, match=f"{value}.*Allowed.*auto"):
-        optim._mixed_precision.mixed_precision(optax.sgd(0.1), recipe=FP32, **bad)
+    with pytest.raises(CompositionError, match=f"{value}.*Allowed.*auto"):
+        mixed_precision(optax.sgd(0.1), recipe=FP32, **bad)
 
 
 def test_no_guard_and_a_dynamic_scale_contradict():
-    with pytest.raises(jaxmp.errors.CompositionError, match="skip='auto'"):
-        optim._skip.skip_nonfinite(optax.sgd(0.1), loss_scale=jaxmp.DynamicLossScale(), skip="none")
+    with pytest.raises(CompositionError, match="skip='auto'"):
+        skip_nonfinite(optax.sgd(0.1), loss_scale=jaxmp.DynamicLossScale(), skip="none")
 
 
 # ---------------------------------------------------------------------------
@@ -305,9 +286,7 @@ def test_a_nonfinite_gradient_changes_only_scale_and_counters(skip, bad):
     inner = relaxed(
         optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(optax.linear_schedule(1e-2, 0, 9)))
     )
-    tx = optim._mixed_precision.mixed_precision(
-        inner, recipe=BF16, loss_scale=jaxmp.DynamicLossScale(), skip=skip
-    )
+    tx = mixed_precision(inner, recipe=BF16, loss_scale=jaxmp.DynamicLossScale(), skip=skip)
     params = optim._master.cast_params(toy_params(), BF16)
     state = tx.init(toy_params())
     grads = jax.tree.map(lambda p: jnp.ones(p.shape), params)
@@ -323,7 +302,7 @@ def test_a_nonfinite_gradient_changes_only_scale_and_counters(skip, bad):
 
 @pytest.mark.parametrize("skip", ["cond", "select"])
 def test_counters(skip):
-    tx = optim._skip.skip_nonfinite(
+    tx = skip_nonfinite(
         optax.sgd(0.1), skip=skip, loss_scale=jaxmp.DynamicLossScale(init_scale=4.0, min_scale=2.0)
     )
     state = tx.init(jnp.ones(2))
@@ -341,7 +320,7 @@ def test_counters(skip):
 
 
 def test_check_raises_when_the_scale_collapses():
-    tx = optim._skip.skip_nonfinite(
+    tx = skip_nonfinite(
         optax.sgd(0.1), loss_scale=jaxmp.DynamicLossScale(init_scale=4.0, min_scale=2.0)
     )
     state = tx.init(jnp.ones(2))
@@ -349,17 +328,15 @@ def test_check_raises_when_the_scale_collapses():
     _, state = tx.update(bad, state)
     jaxmp.check(state)
     _, state = tx.update(bad, state)
-    with pytest.raises(
-        jaxmp.errors.ScaleCollapsedError, match=r"minimum, 2, and 1 consecutive step"
-    ):
+    with pytest.raises(ScaleCollapsedError, match=r"minimum, 2, and 1 consecutive step"):
         jaxmp.check(state)
 
 
 @pytest.mark.parametrize(
     "around",
     [
-        functools.partial(optim._mixed_precision.mixed_precision, recipe=FP32),
-        optim._skip.skip_nonfinite,
+        functools.partial(mixed_precision, recipe=FP32),
+        skip_nonfinite,
         optim.master_params,
     ],
     ids=["mixed_precision", "skip_nonfinite", "master_params"],
@@ -374,9 +351,7 @@ def test_sixteen_bit_gradients_reach_the_inner_transformation_in_fp32(around):
 
 
 def test_devices_agree_on_the_skip():
-    tx = optim._skip.skip_nonfinite(
-        optax.sgd(1.0), axis_name="d", loss_scale=jaxmp.DynamicLossScale()
-    )
+    tx = skip_nonfinite(optax.sgd(1.0), axis_name="d", loss_scale=jaxmp.DynamicLossScale())
     grads = jnp.array([[1.0], [jnp.inf], [1.0], [1.0]])
     state = tx.init(jnp.zeros(1))
 
@@ -397,21 +372,21 @@ def test_auto_skip_is_the_small_program_when_compiling_for_cpu():
     params = {f"w{i}": jnp.ones((8, 8)) for i in range(24)}
 
     def program(skip):
-        tx = optim._skip.skip_nonfinite(
+        tx = skip_nonfinite(
             relaxed(optax.adamw(1e-3)), loss_scale=jaxmp.DynamicLossScale(), skip=skip
         )
         state = tx.init(params)
         return hlo_ops(lambda g, s: tx.update(g, s, params), params, state)
 
     sizes = {skip: program(skip) for skip in ("auto", "cond")}
-    tx = optim._skip.skip_nonfinite(relaxed(optax.adamw(1e-3)), skip="none")
+    tx = skip_nonfinite(relaxed(optax.adamw(1e-3)), skip="none")
     unguarded = hlo_ops(lambda g, s: tx.update(g, s, params), params, tx.init(params))
     assert sizes["auto"] == sizes["cond"]
     assert sizes["auto"] <= 2.0 * unguarded, (sizes, unguarded)
 
 
 def test_auto_skip_asks_for_the_compile_target():
-    tx = optim._skip.skip_nonfinite(optax.sgd(0.1))
+    tx = skip_nonfinite(optax.sgd(0.1))
     state = tx.init(jnp.ones(2))
     jaxpr = lambda: str(jax.make_jaxpr(tx.update)(jnp.ones(2), state))
     assert "cond[" in jaxpr()
@@ -430,9 +405,7 @@ def quadratic(params):
 
 def mixed(inner=None, **kwargs):
     options = {"recipe": BF16, "loss_scale": jaxmp.DynamicLossScale(), **kwargs}
-    return optim._mixed_precision.mixed_precision(
-        relaxed(optax.adamw(1e-2) if inner is None else inner), **options
-    )
+    return mixed_precision(relaxed(optax.adamw(1e-2) if inner is None else inner), **options)
 
 
 COMPOSITIONS = {
@@ -510,13 +483,13 @@ def test_compositions_train_skip_and_keep_their_types(name):
         (lambda tx: optim.stochastic_rounding(tx), "StochasticRoundingState"),
         (lambda tx: optax.contrib.schedule_free(tx, 1.0), "ScheduleFreeState"),
         (
-            lambda tx: optim._mixed_precision.mixed_precision(tx, recipe=BF16),
+            lambda tx: mixed_precision(tx, recipe=BF16),
             "recipe.optimizer(inner)",
         ),
     ],
 )
 def test_what_would_break_silently_is_refused(wrap, fix):
-    with pytest.raises(jaxmp.errors.CompositionError, match=re.escape(fix)):
+    with pytest.raises(CompositionError, match=re.escape(fix)):
         jaxmp.TrainState.create(apply_fn=None, params=toy_params(), tx=wrap(mixed()))
 
 
@@ -600,7 +573,7 @@ def test_wrappers_in_a_plain_loop_train_right_or_are_named(name):
             with pytest.raises(CompositionError, match=fix):
                 call()
         elif outcome == "warns":
-            with pytest.warns(jaxmp.errors.RecipeWarning, match=fix):
+            with pytest.warns(RecipeWarning, match=fix):
                 call()
         else:
             call()
@@ -671,7 +644,7 @@ def test_state_around_the_guard_is_restored_on_a_skip():
 
 def test_flax_nnx_optimizer_holds_it():
     model = nnx.Linear(3, 2, rngs=nnx.Rngs(0))
-    tx = optim._mixed_precision.mixed_precision(
+    tx = mixed_precision(
         relaxed(optax.adamw(1e-1)), recipe=FP32, loss_scale=jaxmp.DynamicLossScale()
     )
     optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
@@ -927,7 +900,7 @@ def test_a_step_outside_of_the_mapped_function_is_explained():
 
 def test_devices_with_other_parts_of_the_parameters_skip_together():
     """Only the part of one device overflows float16."""
-    tx = optim._mixed_precision.mixed_precision(optax.sgd(1.0), recipe=FP16, axis_name="d")
+    tx = mixed_precision(optax.sgd(1.0), recipe=FP16, axis_name="d")
 
     def one(w):
         state = jaxmp.TrainState.create(apply_fn=None, params={"w": w}, tx=tx)
@@ -940,9 +913,7 @@ def test_devices_with_other_parts_of_the_parameters_skip_together():
 @pytest.mark.parametrize("skip", ["cond", "select"])
 def test_parameters_sharded_by_shard_map_train_and_skip_together(skip):
     mesh = Mesh(np.array(jax.devices()[:4]), ("d",), axis_types=(AxisType.Auto,))
-    tx = optim._mixed_precision.mixed_precision(
-        optax.sgd(1.0), recipe=FP16, axis_name="d", skip=skip
-    )
+    tx = mixed_precision(optax.sgd(1.0), recipe=FP16, axis_name="d", skip=skip)
 
     def one(w, grad):
         state = jaxmp.TrainState.create(apply_fn=None, params={"w": w}, tx=tx)
@@ -960,28 +931,26 @@ def test_parameters_sharded_by_shard_map_train_and_skip_together(skip):
 
 
 def test_a_stored_value_that_never_fit_is_named_at_once():
-    tx = optim._mixed_precision.mixed_precision(optax.sgd(1.0), recipe=FP16)
+    tx = mixed_precision(optax.sgd(1.0), recipe=FP16)
     state = jaxmp.TrainState.create(apply_fn=None, params={"w": jnp.full(2, 70000.0)}, tx=tx)
-    with pytest.raises(jaxmp.errors.MasterOverflowError, match="':w'"):
+    with pytest.raises(MasterOverflowError, match="':w'"):
         jaxmp.check(state)
 
 
 @pytest.mark.parametrize("skip", ["select", "cond"])
 @pytest.mark.parametrize("master", ["fp32", "packed"])
 def test_bfloat16_masters_saturate_and_check_names_them_in_the_next_step(master, skip):
-    tx = optim._mixed_precision.mixed_precision(
-        optax.sgd(1e20), recipe=BF16, master=master, skip=skip
-    )
+    tx = mixed_precision(optax.sgd(1e20), recipe=BF16, master=master, skip=skip)
     params = {"a": {"v": jnp.ones(2), "w": jnp.full(2, 3.38e38)}}
     state = jaxmp.TrainState.create(apply_fn=None, params=params, tx=tx)
     grads = lambda value: {"a": {"v": jnp.zeros(2), "w": jnp.full(2, value)}}
     state = state.apply_gradients(grads=grads(-3e18))
-    assert bool(jaxmp._core._trees.all_finite(state.params)) and int(state.step) == 1
+    assert bool(all_finite(state.params)) and int(state.step) == 1
     jaxmp.check(state)
     # Such a parameter usually makes the next gradients infinite.
     for value in (jnp.inf, jnp.inf, 0.0):
         state = state.apply_gradients(grads=grads(value))
-        with pytest.raises(jaxmp.errors.MasterOverflowError, match=r"'a:w'.*saturated"):
+        with pytest.raises(MasterOverflowError, match=r"'a:w'.*saturated"):
             jaxmp.check(state)
     assert int(state.step) == 2
     state = state.apply_gradients(grads=grads(1e18)).apply_gradients(grads=grads(0.0))
@@ -992,7 +961,7 @@ def test_bfloat16_masters_saturate_and_check_names_them_in_the_next_step(master,
 def test_a_finite_gradient_with_an_infinite_norm_skips_the_step(skip):
     """optax would divide all gradients by the infinite norm, and decay the momentum."""
     inner = optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.1, momentum=0.9))
-    tx = optim._mixed_precision.mixed_precision(inner, recipe=BF16, skip=skip)
+    tx = mixed_precision(inner, recipe=BF16, skip=skip)
     state = jaxmp.TrainState.create(apply_fn=None, params={"w": jnp.ones(2)}, tx=tx)
     largest = state.apply_gradients(grads={"w": jnp.array([1.8e19, 1.0])})
     assert int(largest.step) == 1
@@ -1007,7 +976,7 @@ def test_a_finite_gradient_with_an_infinite_norm_skips_the_step(skip):
 
 def test_the_update_has_no_check_of_new_bfloat16_masters():
     """XLA:GPU would write these masters to memory in FP32, for the check and for the parameters."""
-    tx = optim._mixed_precision.mixed_precision(optax.sgd(0.5), recipe=BF16, skip="none")
+    tx = mixed_precision(optax.sgd(0.5), recipe=BF16, skip="none")
     state = jaxmp.TrainState.create(apply_fn=None, params={"w": jnp.ones(7)}, tx=tx)
     step = lambda state, grads: state.apply_gradients(grads=grads).params
     jaxpr = jax.make_jaxpr(step)(state, {"w": jnp.ones(7)}).jaxpr
@@ -1027,7 +996,7 @@ def test_check_reads_ensembles_and_explains_itself_under_jit():
 
 def test_paths_that_collide_are_refused():
     params = {"a": {"b": {"c": jnp.ones(2)}}, "a/b": {"c": jnp.ones(2)}}
-    with pytest.raises(jaxmp.errors.CompositionError, match="'a/b:c'"):
+    with pytest.raises(CompositionError, match="'a/b:c'"):
         mixed().init(params)
 
 
@@ -1056,9 +1025,9 @@ def test_donation_takes_nothing_of_the_callers():
 @pytest.mark.parametrize(
     "tx",
     [
-        optim._mixed_precision.mixed_precision(optax.adamw(1e-3), recipe="bf16"),
+        mixed_precision(optax.adamw(1e-3), recipe="bf16"),
         optim.master_params(optax.adamw(1e-3), recipe="bf16"),
-        optim._skip.skip_nonfinite(optax.adamw(1e-3)),
+        skip_nonfinite(optax.adamw(1e-3)),
     ],
     ids=["mixed_precision", "master_params", "skip_nonfinite"],
 )

@@ -14,6 +14,7 @@ from jax import export
 
 import jaxmp
 import parity_plants
+from arrays import normal
 from grids import EXPENSIVE
 from jaxmp._tools.validate import _parity, _walk
 from jaxmp._tools.validate._parity import ParityReport
@@ -23,10 +24,6 @@ from jaxmp.errors import ValidationError, ValidationFailedError
 RESULTS = Path(__file__).parent.parent / "benchmarks" / "results"
 PLANTS = json.loads((RESULTS / "parity_plants_cpu.json").read_text("utf-8"))
 BF16, FP32 = jnp.bfloat16, jnp.float32
-
-
-def normal(seed, *shape):
-    return jax.random.normal(jax.random.key(seed), shape)
 
 
 W, X = normal(0, 16, 8), normal(1, 4, 16)

@@ -2,6 +2,7 @@
 
 import functools
 import pickle
+from pathlib import Path
 
 import flax.linen as nn
 import jax
@@ -10,11 +11,9 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from typer.testing import CliRunner
 
 import jaxmp
 from grids import fast_cases
-from jaxmp._tools.cli._app import app
 from jaxmp.errors import RecipeError, RuleError, ValidationError
 
 pytestmark = pytest.mark.usefixtures("standard_promotion", "rank_promotion")
@@ -101,14 +100,8 @@ fprop = "high"
 """
 
 
-def load(tmp_path, text):
-    path = tmp_path / "mine.toml"
-    path.write_text(text, encoding="utf-8")
-    return jaxmp.load_recipe(str(path))
-
-
-def test_a_phase_has_the_keys_of_the_recipe_and_its_own(tmp_path):
-    recipe = load(tmp_path, FILE)
+def test_a_phase_has_the_keys_of_the_recipe_and_its_own(write):
+    recipe = jaxmp.load_recipe(write(FILE, "mine.toml"))
     names = [recipe.phase(step).name for step in (0, 9, 10, 19, 20, 10**6)]
     assert names == ["mine@0", "mine@0", "mine@10", "mine@10", "mine@20", "mine@20"]
     start, fp8, high = recipe.split_phases()
@@ -119,8 +112,8 @@ def test_a_phase_has_the_keys_of_the_recipe_and_its_own(tmp_path):
     assert fp8.fp8.fprop == jaxmp.fp8.DelayedScaling().fprop
     # The keys of a phase do not change those of the next one, and a phase has none.
     assert fp8.phase(0) is start is recipe.phase(5) and jaxmp.load_recipe("bf16").phase(3).name
-    assert load(tmp_path, recipe.to_toml()) == recipe
-    assert load(tmp_path, high.to_toml()) == recipe
+    assert jaxmp.load_recipe(write(recipe.to_toml(), "mine.toml")) == recipe
+    assert jaxmp.load_recipe(write(high.to_toml(), "mine.toml")) == recipe
     assert pickle.loads(pickle.dumps(high)) == high
     rule = jaxmp.Rule("body", "c=f32")
     phases = [
@@ -156,9 +149,9 @@ def test_a_phase_has_the_keys_of_the_recipe_and_its_own(tmp_path):
         ),
     ],
 )
-def test_wrong_phases_are_refused_with_their_line(tmp_path, lines, message):
+def test_wrong_phases_are_refused_with_their_line(write, lines, message):
     with pytest.raises(RecipeError, match=f"(?s){message}"):
-        load(tmp_path, f'extends = "bf16"\n[[phases]]\n{lines}')
+        jaxmp.load_recipe(write(f'extends = "bf16"\n[[phases]]\n{lines}', "mine.toml"))
 
 
 def test_wrong_uses_of_phases_are_refused():
@@ -467,13 +460,10 @@ def make_step(recipe):
 """
 
 
-@pytest.mark.parametrize("command", ["audit", "memory"])
-def test_commands_read_each_phase(tmp_path, monkeypatch, command):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "step.py").write_text(STEP, encoding="utf-8")
-    (tmp_path / "mine.toml").write_text(RECIPE.to_toml(), encoding="utf-8")
-    words = [command, "step.py:make_step", "--recipe", "mine.toml", "--json", "out.json"]
-    result = CliRunner().invoke(app, words)
-    assert result.exit_code == 0, result.output
-    text = (tmp_path / "out.json").read_text(encoding="utf-8")
-    assert command == "memory" or all(f"mine@{n}/" in text for n in (0, 2, 4))
+@pytest.mark.parametrize("name", ["audit", "memory"])
+def test_commands_read_each_phase(write, command, name):
+    step, recipe = write(STEP, "step.py"), write(RECIPE.to_toml(), "mine.toml")
+    code, _, error = command(name, f"{step}:make_step", "--recipe", recipe, "--json", "out.json")
+    assert code == 0, error
+    text = Path("out.json").read_text(encoding="utf-8")
+    assert name == "memory" or all(f"mine@{n}/" in text for n in (0, 2, 4))

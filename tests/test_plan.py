@@ -17,7 +17,6 @@ from jaxmp._tools.audit._compile import Compiled
 from jaxmp._tools.audit._hlo import Program as Hlo
 from jaxmp._tools.audit._hlo_stats import read_program
 from jaxmp._tools.audit._rows import Finding
-from jaxmp._tools.cli import main
 from jaxmp._tools.plan import _programs
 from jaxmp._tools.plan._bound import cost_of, error_of, hosts_of, measured, shares_of
 from jaxmp._tools.plan._programs import Candidate, MeasuredRow, relative
@@ -148,49 +147,44 @@ def test_layers_with_equal_remarks_are_one_remark():
     assert _programs._fallbacks(report) == ("block_*/mlp (22 modules): too narrow",)
 
 
-def test_command(tmp_path, capsys, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "run_plan.py").write_text(
+def test_command(command, write, tmp_path):
+    file = write(
         "import jax, jax.numpy as jnp\n"
         "def make_step(recipe, batch_size=2, remat=False):\n"
         "    step = lambda w, x: jax.grad(lambda w: jnp.sum(x @ w))(w)\n"
-        "    return step, jnp.ones((8, 8)), jnp.ones((batch_size, 8))\n"
+        "    return step, jnp.ones((8, 8)), jnp.ones((batch_size, 8))\n",
+        "run_plan.py",
     )
-    command = ["plan", "run_plan.py:make_step", "--recipes", "bf16,fp16", "--targets", "v100"]
-    with pytest.raises(SystemExit) as stop:
-        main([*command, "--batches", "2, 4", "--remat", "false,true", "--json", "plan.json"])
-    assert stop.value.code == 0
-    assert "Plan of make_step" in capsys.readouterr().out
+    plan = ["plan", f"{file}:make_step", "--recipes", "bf16,fp16", "--targets", "v100"]
+    more = ["--batches", "2, 4", "--remat", "false,true", "--json", "plan.json"]
+    code, out, _ = command(*plan, *more)
+    assert code == 0 and "Plan of make_step" in out
     report = PlanReport.from_json((tmp_path / "plan.json").read_text())
     assert {(row.batch, row.remat) for row in report.rows} == {
         (size, form) for size in (2, 4) for form in ("False", "True")
     }
-    with pytest.raises(SystemExit) as stop:
-        main([*command, "--remat", "maybe"])
-    assert stop.value.code == 2 and "--remat false,true" in capsys.readouterr().err
-    with pytest.raises(SystemExit) as stop:
-        main([*command, "--batches", "many"])
-    assert stop.value.code == 2 and "batches=[8, 16]" in capsys.readouterr().err
+    for wrong, message in (
+        (["--remat", "maybe"], "--remat false,true"),
+        (["--batches", "many"], "batches=[8, 16]"),
+    ):
+        code, _, error = command(*plan, *wrong)
+        assert code == 2 and message in error
 
 
-def test_an_interrupted_plan_writes_the_programs_that_it_has(tmp_path, capsys, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "run_stopped.py").write_text(
+def test_an_interrupted_plan_writes_the_programs_that_it_has(command, write, tmp_path):
+    file = write(
         "import jax, jax.numpy as jnp\n"
         "def make_step(recipe):\n"
         "    if recipe.name == 'fp32': raise KeyboardInterrupt\n"
-        "    return lambda w: w @ w, jnp.ones((8, 8))\n"
+        "    return lambda w: w @ w, jnp.ones((8, 8))\n",
+        "run_stopped.py",
     )
-    command = ["plan", "run_stopped.py:make_step", "--targets", "v100", "--json", "plan.json"]
-    with pytest.raises(SystemExit) as stop:
-        main([*command, "--recipes", "fp16, fp32"])
-    assert stop.value.code == 130
-    assert "Run the same command to go on" in capsys.readouterr().err
+    plan = ["plan", f"{file}:make_step", "--targets", "v100", "--json", "plan.json"]
+    code, _, error = command(*plan, "--recipes", "fp16, fp32")
+    assert code == 130 and "Run the same command to go on" in error
     report = PlanReport.from_json((tmp_path / "plan.json").read_text())
     assert [row.recipe for row in report.rows] == ["fp16"]
-    with pytest.raises(SystemExit) as stop:
-        main([*command, "--recipes", "fp32"])
-    assert stop.value.code == 130
+    assert command(*plan, "--recipes", "fp32")[0] == 130
 
     def make(recipe):
         if recipe.name == "fp32":

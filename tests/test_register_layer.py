@@ -105,12 +105,16 @@ def nnx_program(model, policies):
 
 
 FRAMEWORKS = {
-    "linen": (jaxmp.register_layer, linen_norm, linen_dense, linen_program),
-    "nnx": (jaxmp.register_layer, nnx_norm, nnx_dense, nnx_program),
+    "linen": (linen_norm, linen_dense, linen_program),
+    "nnx": (nnx_norm, nnx_dense, nnx_program),
 }
-both = pytest.mark.parametrize(
-    ("register", "norm", "dense", "program"), FRAMEWORKS.values(), ids=FRAMEWORKS
-)
+both = pytest.mark.parametrize(("norm", "dense", "program"), FRAMEWORKS.values(), ids=FRAMEWORKS)
+
+
+def registered(dense):
+    """Registers the class of a dense layer, and returns it."""
+    jaxmp.register_layer(dense, kernel="weight", dot_general="dot")
+    return dense
 
 
 def fp8_casts(traced):
@@ -123,9 +127,9 @@ def fp8_casts(traced):
 
 
 @both
-def test_the_statistics_of_a_registered_norm_are_fp32(register, norm, dense, program):
+def test_the_statistics_of_a_registered_norm_are_fp32(norm, dense, program):
     plain, registered = norm(), norm()
-    register(registered, norm=True, dtype="dtype")
+    jaxmp.register_layer(registered, norm=True, dtype="dtype")
     means = {}
     for cls in (plain, registered):
         traced = program(cls(), "p=f32,c=bf16,o=bf16")
@@ -161,32 +165,26 @@ def test_nnx_sets_the_registered_dtype():
 
 
 @both
-def test_the_kernel_of_a_registered_dense_layer_has_the_compute_dtype(
-    register, norm, dense, program
-):
-    layer = dense()
-    register(layer, kernel="weight", dot_general="dot")
+def test_the_kernel_of_a_registered_dense_layer_has_the_compute_dtype(norm, dense, program):
+    layer = registered(dense())
     (dot,) = products(program(layer(), "p=f32,c=bf16,o=bf16"))
     assert dtypes(dot) == (*BF16, "bfloat16")
 
 
 @both
 @pytest.mark.filterwarnings("ignore:The policies of:jaxmp.errors.RecipeWarning")
-def test_a_registered_dense_layer_runs_in_fp8(register, norm, dense, program):
-    plain, registered = dense(), dense()
-    register(registered, kernel="weight", dot_general="dot")
-    recipe = jaxmp.load_recipe("fp8")
-    assert not fp8_casts(program(plain(), recipe))
-    assert fp8_casts(program(registered(), recipe))
+def test_a_registered_dense_layer_runs_in_fp8(norm, dense, program):
+    layer, recipe = registered(dense()), jaxmp.load_recipe("fp8")
+    assert not fp8_casts(program(dense()(), recipe))
+    assert fp8_casts(program(layer(), recipe))
     # A dot that the model sets itself is kept.
     own = lambda x, weight, dims: jax.lax.dot_general(x, weight, dims)
-    assert not fp8_casts(program(registered(dot=own), recipe))
+    assert not fp8_casts(program(layer(dot=own), recipe))
 
 
 @both
-def test_a_wide_result_of_a_registered_dense_layer(register, norm, dense, program):
-    layer = dense()
-    register(layer, kernel="weight", dot_general="dot")
+def test_a_wide_result_of_a_registered_dense_layer(norm, dense, program):
+    layer = registered(dense())
     policies = jaxmp.PolicyMap("p=f32,c=bf16,o=f32", [Rule("", "c=bf16,o=f32")])
     traced = program(layer(), policies)
     (dot,) = products(traced)
@@ -198,8 +196,7 @@ def test_a_wide_result_of_a_registered_dense_layer(register, norm, dense, progra
 
 @pytest.mark.parametrize("setup", [False, True], ids=["compact", "setup"])
 def test_delayed_scaling_of_a_registered_linen_layer(setup):
-    layer = linen_dense(setup)
-    jaxmp.register_layer(layer, kernel="weight", dot_general="dot")
+    layer = registered(linen_dense(setup))
     model = jaxmp.load_recipe("fp8").replace(fp8="delayed").wrap(layer())
     variables = model.init(KEY, X)
     assert variables["_overwrite_with_gradient"]["fp8_age"].shape == ()
@@ -209,8 +206,7 @@ def test_delayed_scaling_of_a_registered_linen_layer(setup):
 
 
 def test_delayed_scaling_of_a_registered_nnx_layer():
-    layer = nnx_dense()
-    jaxmp.register_layer(layer, kernel="weight", dot_general="dot")
+    layer = registered(nnx_dense())
     model = jaxmp.load_recipe("fp8").replace(fp8="delayed").wrap(layer())
     loss, grads = jaxmp.nnx.value_and_grad(lambda model, x: model(x).sum())(model, X)
     state = nnx.state(grads, jaxmp.nnx.OverwriteWithGradient)
@@ -219,33 +215,28 @@ def test_delayed_scaling_of_a_registered_nnx_layer():
 
 
 def test_stacked_nnx_layers_have_stacked_fp8_state():
-    layer = nnx_dense()
-    jaxmp.register_layer(layer, kernel="weight", dot_general="dot")
+    layer = registered(nnx_dense())
     model = nnx.vmap(lambda _: layer(), axis_size=3)(jnp.arange(3))
     model = jaxmp.load_recipe("fp8").replace(fp8="delayed").wrap(model)
     assert model.fp8_age.shape == (3,)
 
 
 @both
-def test_subclasses_inherit_the_row(register, norm, dense, program):
-    layer = dense()
-    register(layer, kernel="weight", dot_general="dot")
-    child = type("Child", (layer,), {})
-    assert fp8_casts(program(child(), "fp8"))
+def test_subclasses_inherit_the_row(norm, dense, program):
+    layer = registered(dense())
+    assert fp8_casts(program(type("Child", (layer,), {})(), "fp8"))
 
 
 @both
-def test_a_registered_subclass_of_a_flax_layer_keeps_the_other_columns(
-    register, norm, dense, program
-):
+def test_a_registered_subclass_of_a_flax_layer_keeps_the_other_columns(norm, dense, program):
     if norm is linen_norm:
         base, attribute = nn.Dense, {"matmul": None, "__annotations__": {"matmul": Any}}
         child = type("Child", (base,), {"__module__": __name__, **attribute})
-        register(child, dot_general="matmul")
+        jaxmp.register_layer(child, dot_general="matmul")
         traits = LINEN_LAYERS.traits(child)
     else:
         child = type("Child", (nnx.Linear,), {})
-        register(child, dot_general="matmul")
+        jaxmp.register_layer(child, dot_general="matmul")
         traits = NNX_LAYERS.traits(child)
     assert traits.kernel == "kernel" and traits.dtype == "dtype"
     assert traits.dot.name == "matmul" and not traits.casts_params
@@ -267,7 +258,7 @@ def test_a_registered_attention_function_is_replaced():
 
 
 @both
-def test_wrong_arguments_are_refused(register, norm, dense, program):
+def test_wrong_arguments_are_refused(norm, dense, program):
     cls = dense()
     for arguments, message in (
         ({}, "pass at least one property.*norm=True"),
@@ -278,11 +269,11 @@ def test_wrong_arguments_are_refused(register, norm, dense, program):
         ({"kernel": "a b"}, "kernel must be the name of an attribute"),
     ):
         with pytest.raises(CompositionError, match=message):
-            register(cls, **arguments)
+            jaxmp.register_layer(cls, **arguments)
     with pytest.raises(CompositionError, match=r"received 'Dense'. Pass a subclass of"):
-        register("Dense", norm=True)
+        jaxmp.register_layer("Dense", norm=True)
     with pytest.raises(CompositionError, match=r"not an object: .*\(MyLayer, ...\)"):
-        register(cls(), norm=True)
+        jaxmp.register_layer(cls(), norm=True)
 
 
 def test_attributes_that_do_not_exist_are_refused():
@@ -295,29 +286,29 @@ def test_attributes_that_do_not_exist_are_refused():
 
 
 @both
-def test_a_class_has_one_row(register, norm, dense, program):
+def test_a_class_has_one_row(norm, dense, program):
     cls = norm()
-    register(cls, norm=True)
-    register(cls, norm=True)
+    jaxmp.register_layer(cls, norm=True)
+    jaxmp.register_layer(cls, norm=True)
     with pytest.raises(CompositionError, match="has a row with other values already"):
-        register(cls, dtype="dtype")
+        jaxmp.register_layer(cls, dtype="dtype")
     flax = nn.Dense if norm is linen_norm else nnx.Linear
     with pytest.raises(CompositionError, match="register a subclass of it"):
-        register(flax, norm=True)
+        jaxmp.register_layer(flax, norm=True)
 
 
 @both
-def test_a_class_that_was_used_under_a_policy_cannot_change(register, norm, dense, program):
+def test_a_class_that_was_used_under_a_policy_cannot_change(norm, dense, program):
     """Compiled functions depend on the row, so none of them can be outdated."""
     cls = dense()
     child = type("Child", (cls,), {})
     program(child(), "bf16")
     with pytest.raises(CompositionError, match="Child has been used under a policy already"):
-        register(cls, kernel="weight", dot_general="dot")
+        jaxmp.register_layer(cls, kernel="weight", dot_general="dot")
 
 
 @both
-def test_the_class_of_a_wrapped_model_is_refused(register, norm, dense, program):
+def test_the_class_of_a_wrapped_model_is_refused(norm, dense, program):
     wrapped = type(jaxmp.load_recipe("bf16").wrap(dense()()))
     with pytest.raises(CompositionError, match="class of a wrapped model"):
-        register(wrapped, norm=True)
+        jaxmp.register_layer(wrapped, norm=True)

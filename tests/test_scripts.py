@@ -8,7 +8,6 @@ import json
 import re
 from pathlib import Path
 
-import jax
 import pytest
 
 import compatibility
@@ -104,11 +103,8 @@ EDITS = (
 )
 
 
-@pytest.fixture(autouse=True)
-def authors_promotion():
-    """Enables standard promotion of dtypes and ranks, on which scripts rely."""
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        yield
+# The scripts rely on promotion of dtypes and ranks.
+pytestmark = pytest.mark.usefixtures("standard_promotion", "rank_promotion")
 
 
 @EXPENSIVE

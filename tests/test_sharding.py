@@ -21,6 +21,7 @@ import sharded_programs
 from grids import EXPENSIVE
 from jaxmp.errors import JaxmpError, RecipeWarning
 from jaxmp.optim._shardings import state_shardings
+from sharded_runs import bytes_on_first_device
 
 
 def mesh_of(devices=4, model=1):
@@ -49,11 +50,6 @@ def linen_state(recipe, tx, **changes):
     model = recipe.wrap(Model())
     params = model.init(jax.random.key(0), jnp.ones((4, 16)))
     return jaxmp.TrainState.create(apply_fn=model.apply, params=params, tx=recipe.optimizer(tx))
-
-
-def bytes_on_first_device(tree):
-    shards = (leaf.addressable_shards[0].data for leaf in jax.tree.leaves(tree))
-    return sum(shard.nbytes for shard in shards if shard.ndim)
 
 
 RECIPES = [("bf16", {}), ("bf16_params", {}), ("bf16_params", {"master": "packed"}), ("fp16", {})]

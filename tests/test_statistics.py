@@ -19,6 +19,7 @@ from jax.sharding import AxisType, PartitionSpec
 
 import jaxmp
 import training_stats
+from arrays import normal
 from grids import EXPENSIVE
 from jaxmp import fp8
 from jaxmp._tools.audit._trace import trace
@@ -29,10 +30,6 @@ from jaxmp.errors import AuditError
 pytestmark = pytest.mark.usefixtures("standard_promotion", "rank_promotion")
 
 LINEAR = (((1,), (0,)), ((), ()))
-
-
-def normal(seed, *shape):
-    return jax.random.normal(jax.random.key(seed), shape)
 
 
 W, X = normal(0, 32, 64), normal(1, 48, 32)

@@ -3,11 +3,8 @@
 import functools
 import importlib.util
 import json
-import os
 import re
 import runpy
-import subprocess
-import sys
 from pathlib import Path
 
 import jax
@@ -30,6 +27,7 @@ from jaxmp._core._targets import (
 from jaxmp._tools.audit._compile import _WITHOUT_GPU, compile_for, describe
 from jaxmp._tools.audit._trace import trace
 from jaxmp.errors import RecipeWarning
+from processes import run_python
 
 X = jax.ShapeDtypeStruct((64, 64), jnp.bfloat16)
 
@@ -120,22 +118,18 @@ def test_no_two_chips_share_a_device_kind():
     assert len(kinds) == len(set(kinds))
 
 
-def test_a_user_describes_a_chip(tmp_path):
+def test_a_user_describes_a_chip(write):
     described = {"like": "h100", "memory": 96e9, "peak": {"half": 800, "fp8": 1600}}
     chip = get_target(described)
     assert (chip.memory, chip.bandwidth) == (96 * 10**9, get_target("h100").bandwidth)
     assert chip.peak["bfloat16"] == 800e12 and chip.capability == (9, 0)
-    file = tmp_path / "mine.toml"
-    file.write_text(
-        'name = "mine"\nlike = "h100"\nmemory = 96e9\npeak = {half = 800, fp8 = 1600}\n'
-    )
+    text = 'name = "mine"\nlike = "h100"\nmemory = 96e9\npeak = {half = 800, fp8 = 1600}\n'
+    file = Path(write(text, "mine.toml"))
     assert get_target(file)._replace(name="", kinds=()) == chip._replace(name="", kinds=())
-    section = tmp_path / "section.toml"
-    section.write_text('[other]\nlike = "h100"\nmemory = 96e9\n')
-    assert (get_target(section).name, get_target(section).memory) == ("other", 96 * 10**9)
-    section.write_text('[a]\nlike = "h100"\n[b]\nlike = "h200"\n')
+    other = get_target(write('[other]\nlike = "h100"\nmemory = 96e9\n'))
+    assert (other.name, other.memory) == ("other", 96 * 10**9)
     with pytest.raises(jaxmp.errors.TargetError, match=r"has a, b\. A file describes one chip"):
-        get_target(section)
+        get_target(write('[a]\nlike = "h100"\n[b]\nlike = "h200"\n'))
     step = lambda w: jax.grad(jnp.sum)(w)
     estimate = jaxmp.estimate_memory(step, X, target=str(file), exact=False)
     assert (estimate.target, estimate.memory) == ("mine", 96 * 10**9)
@@ -273,14 +267,7 @@ print("RESULT" + json.dumps({
 @EXPENSIVE
 @pytest.mark.parametrize("chip", ["v5e", "v5p", "v6e", "tpu7x"])
 def test_programs_for_tpus(chip):
-    done = subprocess.run(
-        [sys.executable, "-c", FOR_TPUS, chip],
-        env={**os.environ, "JAX_PLATFORMS": "cpu"},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    result = json.loads(done.stdout.rpartition("RESULT")[2])
+    result = json.loads(run_python(FOR_TPUS, chip).rpartition("RESULT")[2])
     compiled, traced, device = result["attention"]
     kind = get_target(chip).kind
     assert compiled == traced and device == f"{kind} (no such TPU on this machine)"

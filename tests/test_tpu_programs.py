@@ -2,15 +2,13 @@
 
 import importlib.util
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 import tpu_programs
 from grids import EXPENSIVE
+from processes import run_script
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 ROWS = json.loads((BENCHMARKS / "results" / "tpu_programs.json").read_text("utf-8"))["rows"]
@@ -76,10 +74,8 @@ def test_recorded_programs_have_no_wide_matmuls():
 def test_a_program_for_a_tpu(recipe, tmp_path):
     # In a process of its own, because libtpu prints.
     out = tmp_path / "rows.json"
-    command = [sys.executable, str(BENCHMARKS / "tpu_programs.py"), "--chips", "v6e"]
-    command += ["--models", "linen", "--recipes", recipe, "--out", str(out)]
-    environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    options = ["--chips", "v6e", "--models", "linen", "--recipes", recipe, "--out", out]
+    done = run_script(BENCHMARKS / "tpu_programs.py", *options)
     assert done.returncode == 0, done.stderr[-2000:]
     rows = json.loads(out.read_text("utf-8"))["rows"]
     assert [row["devices"] for row in rows] == ([1, 4] if recipe == "bf16" else [1])

@@ -13,6 +13,7 @@ import pytest
 from flax.training import train_state as flax_train_state
 
 import jaxmp
+from arrays import changed
 from grids import EXPENSIVE, REST, each_value, fast_cases
 from relaxed import relaxed
 
@@ -71,15 +72,6 @@ def make_step(microbatches=1, poison_loss=False):
         return state.apply_gradients(grads=grads, batch_stats=batch_stats, ema=ema), loss
 
     return step
-
-
-def changed(old, new):
-    pairs = zip(jax.tree.leaves_with_path(old), jax.tree.leaves_with_path(new), strict=True)
-    return [
-        jax.tree_util.keystr(path)
-        for (path, a), (_, b) in pairs
-        if a.dtype != b.dtype or np.asarray(a).tobytes() != np.asarray(b).tobytes()
-    ]
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

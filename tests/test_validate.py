@@ -1,6 +1,7 @@
 """Paired runs, statistics, baselines and the command of a validation."""
 
 import dataclasses
+import functools
 import gc
 import math
 import re
@@ -20,7 +21,6 @@ from scipy import stats
 import jaxmp
 import validate_coverage
 from grids import EXPENSIVE
-from jaxmp._tools import cli
 from jaxmp._tools.validate import _compare, _driver
 from jaxmp._tools.validate._budget import (
     ACCURACIES,
@@ -35,6 +35,8 @@ from jaxmp._tools.validate._compare import compare_figures, compare_metrics, com
 from jaxmp._tools.validate._probe import difference
 from jaxmp._tools.validate._rows import GradientRow, MetricChoice, TrainingRecord, TrainingRow
 from jaxmp._tools.validate._validate import make_model_runs
+from jaxmp.errors import ValidationError, ValidationFailedError
+from jaxmp.typing import ValidationReport
 
 STEPS = 20
 
@@ -144,7 +146,7 @@ def test_an_interrupted_validation_goes_on(count, runs, verdicts, whole, monkeyp
     assert report.runs == whole.runs[:runs]
     assert report.notes[0].startswith("Interrupted: ") and "fp16 has" in report.notes[0]
     assert report.unfinished == ("bf16", "fp16")[len(verdicts) :] and not report.ok
-    with pytest.raises(jaxmp.errors.ValidationFailedError, match="fp16 has no verdict"):
+    with pytest.raises(ValidationFailedError, match="fp16 has no verdict"):
         report.check()
     trained = []
     train = _driver.train
@@ -160,7 +162,7 @@ def test_an_interrupted_validation_goes_on(count, runs, verdicts, whole, monkeyp
 
 
 def test_only_runs_of_the_same_program_are_taken(whole):
-    with pytest.raises(jaxmp.errors.ValidationError, match="was made with steps=4, and this"):
+    with pytest.raises(ValidationError, match="was made with steps=4, and this"):
         resumed(trained_run, whole, steps=8)
     changed = tuple(dataclasses.replace(run, program="0", losses=(9.0,) * 4) for run in whole.runs)
     assert resumed(trained_run, dataclasses.replace(whole, runs=changed)).runs == whole.runs
@@ -170,26 +172,22 @@ def test_only_runs_of_the_same_program_are_taken(whole):
     assert not hasattr(stop.value, "report") and len(calls) == 1
 
 
-def test_the_command_writes_what_it_has_and_goes_on(tmp_path, monkeypatch, capsys, whole):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "run_stop.py").write_text("import test_validate\nmake = None\n")
+def test_the_command_writes_what_it_has_and_goes_on(write, tmp_path, monkeypatch, command, whole):
+    write("import test_validate\nmake = None\n", "run_stop.py")
     make, _ = interrupted_after(5)
     monkeypatch.setattr("jaxmp._tools.cli._arguments.load_function", lambda *a: make)
-    command = ["validate", "run_stop.py:make", "--recipes", "bf16,fp16", "--seeds", "2"]
-    command += ["--steps", "4", "--json", "v.json"]
-    with pytest.raises(SystemExit) as stop:
-        cli.main([*command, "--resume"])
-    assert stop.value.code == 2 and "--resume requires the file" in capsys.readouterr().err
-    with pytest.raises(SystemExit) as stop:
-        cli.main(command)
-    assert stop.value.code == 130 and "with --resume to go on" in capsys.readouterr().err
-    report = jaxmp.typing.ValidationReport.from_json((tmp_path / "v.json").read_text())
+    validate = ["validate", "run_stop.py:make", "--recipes", "bf16,fp16", "--seeds", "2"]
+    validate += ["--steps", "4", "--json", "v.json"]
+    code, _, error = command(*validate, "--resume")
+    assert code == 2 and "--resume requires the file" in error
+    code, _, error = command(*validate)
+    assert code == 130 and "with --resume to go on" in error
+    report = ValidationReport.from_json((tmp_path / "v.json").read_text())
     assert [each.name for each in report.candidates] == ["bf16"] and len(report.runs) == 5
     make, _ = interrupted_after(100)
-    with pytest.raises(SystemExit) as stop:
-        cli.main([*command, "--resume"])
-    report = jaxmp.typing.ValidationReport.from_json((tmp_path / "v.json").read_text())
-    assert stop.value.code in (0, 1, 3) and report.runs == whole.runs
+    code, _, _ = command(*validate, "--resume")
+    report = ValidationReport.from_json((tmp_path / "v.json").read_text())
+    assert code in (0, 1, 3) and report.runs == whole.runs
 
 
 # ---------------------------------------------------------------------------
@@ -249,16 +247,16 @@ def test_gradients_are_those_of_the_same_parameters(report):
 
 
 def test_json_round_trip(report):
-    assert jaxmp.typing.ValidationReport.from_json(report.to_json()) == report
+    assert ValidationReport.from_json(report.to_json()) == report
     broken = dataclasses.replace(
         report.runs[0], losses=(1.0, math.inf), loss_scales=(-math.inf, 2.0)
     )
     changed = dataclasses.replace(report, runs=(broken,))
-    assert jaxmp.typing.ValidationReport.from_json(changed.to_json()) == changed
+    assert ValidationReport.from_json(changed.to_json()) == changed
     text = report.to_json().replace('"schema_version": 3', '"schema_version": 99')
-    with pytest.raises(jaxmp.errors.ValidationError, match=r"schema_version is 99, and must be 3"):
-        jaxmp.typing.ValidationReport.from_json(text)
-    with pytest.raises(jaxmp.errors.ValidationError, match="no candidate 'fp8'; it has 'bf16'"):
+    with pytest.raises(ValidationError, match=r"schema_version is 99, and must be 3"):
+        ValidationReport.from_json(text)
+    with pytest.raises(ValidationError, match="no candidate 'fp8'; it has 'bf16'"):
         report["fp8"]
 
 
@@ -622,7 +620,7 @@ def test_a_mean_within_the_rounding_of_fp32_metrics_is_zero():
     ],
 )
 def test_wrong_budgets_of_metrics_are_named(tables, match):
-    with pytest.raises(jaxmp.errors.ValidationError, match=match):
+    with pytest.raises(ValidationError, match=match):
         jaxmp.Budget(**tables)
 
 
@@ -687,7 +685,7 @@ def test_a_run_that_is_not_finite_in_one_seed_has_a_report():
     report = jaxmp.validate(make, ["bf16"], steps=2, seeds=2, compare_steps=[0, 1])
     assert report["bf16"].verdict == "fail" and not report.ok
     assert len(report.runs[2].gradient_norms) == len(report.runs[3].gradient_norms) == 2
-    assert jaxmp.typing.ValidationReport.from_json(report.to_json()).to_json() == report.to_json()
+    assert ValidationReport.from_json(report.to_json()).to_json() == report.to_json()
     assert report.to_html() and "bf16 FAILS" in report.to_text(full=True)
 
 
@@ -709,7 +707,7 @@ def test_other_parameters_or_batches_are_refused(changed, match):
     def make(recipe, seed):
         return make_run(recipe, seed, **(changed if recipe.name == "bf16" else {}))
 
-    with pytest.raises(jaxmp.errors.ValidationError, match=match):
+    with pytest.raises(ValidationError, match=match):
         jaxmp.validate(make, ["bf16"], steps=4, seeds=1)
 
 
@@ -748,7 +746,7 @@ def test_other_parameters_or_batches_are_refused(changed, match):
 )
 def test_bad_arguments_raise(options, match):
     options = {"recipes": ["bf16"], "seeds": 1, **options}
-    with pytest.raises(jaxmp.errors.ValidationError, match=match):
+    with pytest.raises(ValidationError, match=match):
         jaxmp.validate(make_run, **options)
 
 
@@ -766,7 +764,7 @@ def test_a_reference_that_diverges_is_named_before_the_candidates_train():
         return dataclasses.replace(run, step=step)
 
     match = r"The reference 'fp32' ends with a training loss of nan .* seed 0, first at step 2"
-    with pytest.raises(jaxmp.errors.ValidationError, match=match):
+    with pytest.raises(ValidationError, match=match):
         jaxmp.validate(make, ["bf16"], steps=4, seeds=1)
     assert set(trained) == {"fp32"}
 
@@ -779,7 +777,7 @@ def test_a_list_of_too_few_batches_is_refused_before_the_training():
         return dataclasses.replace(make_run(recipe, seed), batches=data(seed, 4), step=step)
 
     match = r"make_run\('fp32', 0\) has 4 batches, and validate trains for 5 steps\. Pass steps=4"
-    with pytest.raises(jaxmp.errors.ValidationError, match=match):
+    with pytest.raises(ValidationError, match=match):
         jaxmp.validate(make, ["bf16"], steps=5, seeds=1)
 
 
@@ -811,7 +809,7 @@ class NnxWithRngs(nnx.Module):
     ],
 )
 def test_a_wrong_argument_of_a_model_is_named(model, options, match):
-    with pytest.raises(jaxmp.errors.ValidationError, match=match):
+    with pytest.raises(ValidationError, match=match):
         run(model, **options)
 
 
@@ -851,7 +849,7 @@ def test_a_wrong_run_is_named(field, make, match):
         run = make_run(recipe, seed)
         return dataclasses.replace(run, **{field: make(run)})
 
-    with pytest.raises(jaxmp.errors.ValidationError, match=match):
+    with pytest.raises(ValidationError, match=match):
         jaxmp.validate(make_wrong, ["bf16"], steps=4, seeds=1)
 
 
@@ -860,16 +858,12 @@ def test_metrics_that_differ_between_recipes_are_named():
         run = make_run(recipe, seed)
         return dataclasses.replace(run, evaluate=lambda state: {recipe.name: jnp.float32(1)})
 
-    with pytest.raises(
-        jaxmp.errors.ValidationError, match=r"metrics \['bf16'\], and that of 'fp32'"
-    ):
+    with pytest.raises(ValidationError, match=r"metrics \['bf16'\], and that of 'fp32'"):
         jaxmp.validate(make, ["bf16"], steps=1, seeds=1)
 
 
 def test_a_wrong_result_of_make_run_is_named():
-    with pytest.raises(
-        jaxmp.errors.ValidationError, match=r"returned int instead of a jaxmp\.TrainingRun"
-    ):
+    with pytest.raises(ValidationError, match=r"returned int instead of a jaxmp\.TrainingRun"):
         jaxmp.validate(lambda recipe, seed: 3, ["bf16"], steps=4)
 
 
@@ -898,16 +892,16 @@ def test_a_baseline_detects_each_regression(report, tmp_path):
         ({"pairs": pairs}, r"bf16: the held-out loss is worse by \+1 %"),
         ({"gradients": gradients}, "bf16: the gradient error rose"),
     ]:
-        with pytest.raises(jaxmp.errors.ValidationFailedError, match=match):
+        with pytest.raises(ValidationFailedError, match=match):
             worse(report, **changes).check(baseline=file)
-    with pytest.raises(jaxmp.errors.ValidationError, match="steps=20, and this report with 10"):
+    with pytest.raises(ValidationError, match="steps=20, and this report with 10"):
         dataclasses.replace(report, steps=10).check(baseline=file)
-    with pytest.raises(jaxmp.errors.ValidationError, match="no candidate 'bf16_v2'; it has 'bf16'"):
+    with pytest.raises(ValidationError, match="no candidate 'bf16_v2'; it has 'bf16'"):
         worse(report, name="bf16_v2").check(baseline=file)
     other = dataclasses.replace(report, metric=MetricChoice(name="accuracy", scale="absolute"))
-    with pytest.raises(jaxmp.errors.ValidationError, match="relative difference of 'loss' decides"):
+    with pytest.raises(ValidationError, match="relative difference of 'loss' decides"):
         other.check(baseline=file)
-    with pytest.raises(jaxmp.errors.ValidationError, match=r"--json validation\.json"):
+    with pytest.raises(ValidationError, match=r"--json validation\.json"):
         report.check(baseline=tmp_path / "missing.json")
 
 
@@ -917,9 +911,7 @@ def test_the_check_raises_the_headline():
         factor = 1.1 if recipe.name == "bf16" else 1.0
         return dataclasses.replace(run, evaluate=lambda state: factor * run.evaluate(state))
 
-    with pytest.raises(
-        jaxmp.errors.ValidationFailedError, match=r"^bf16 FAILS: held-out loss \+10\.?"
-    ):
+    with pytest.raises(ValidationFailedError, match=r"^bf16 FAILS: held-out loss \+10\.?"):
         jaxmp.validate(make, ["bf16"], steps=4, seeds=2, budgets=0.05).check()
 
 
@@ -936,7 +928,7 @@ from test_validate import make_run
     [(["pass", "inconclusive"], 0), (["pass", "differs"], 3), (["differs", "fail"], 1)],
 )
 def test_the_command_exits_with_3_if_a_candidate_differs(
-    report, monkeypatch, tmp_path, capsys, verdicts, status
+    report, monkeypatch, tmp_path, command, verdicts, status
 ):
     candidates = tuple(
         dataclasses.replace(report.candidates[0], name=f"x{index}", verdict=verdict)
@@ -949,39 +941,32 @@ def test_the_command_exits_with_3_if_a_candidate_differs(
     file.write_text("def make_run(recipe, seed): ...\n")
     (tmp_path / "b.json").write_text(changed.to_json())
     common = ["validate", f"{file}:make_run", "--metrics", "reward=max,loss=min"]
-    for options in ([], ["--baseline", str(tmp_path / "b.json")]):
-        with pytest.raises(SystemExit) as stop:
-            cli.main([*common, *options])
-        assert stop.value.code == status
+    for options in ([], ["--baseline", tmp_path / "b.json"]):
+        assert command(*common, *options)[0] == status
         assert passed["metrics"] == {"reward": "max", "loss": "min"}
     assert changed.ok == (status == 0)
     if status:
-        with pytest.raises(jaxmp.errors.ValidationFailedError):
+        with pytest.raises(ValidationFailedError):
             changed.check()
 
 
 @EXPENSIVE
-def test_the_command_exits_with_1_where_the_baseline_is_better(tmp_path, monkeypatch, capsys):
+def test_the_command_exits_with_1_where_the_baseline_is_better(tmp_path, monkeypatch, command):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
     (tmp_path / "my_run.py").write_text(RUN.format(folder=str(Path(__file__).parent)))
-
-    def run(*options):
-        common = ["validate", "my_run.py:make_run", "--steps", "4", "--seeds", "2"]
-        with pytest.raises(SystemExit) as stop:
-            cli.main([*common, "--recipes", "bf16", "--budget", "0.9", *options])
-        return stop.value.code, capsys.readouterr()
-
-    code, printed = run("--baseline", "b.json")
-    assert code == 2 and "'b.json' cannot be read" in printed.err
-    code, printed = run("--html", "page.html", "--json", "b.json")
-    assert code == 0 and printed.out.startswith("bf16 passes: ")
+    common = ["validate", "my_run.py:make_run", "--steps", "4", "--seeds", "2"]
+    run = functools.partial(command, *common, "--recipes", "bf16", "--budget", "0.9")
+    code, _, error = run("--baseline", "b.json")
+    assert code == 2 and "'b.json' cannot be read" in error
+    code, out, _ = run("--html", "page.html", "--json", "b.json")
+    assert code == 0 and out.startswith("bf16 passes: ")
     assert (tmp_path / "page.html").read_text().startswith("<!doctype html>")
-    baseline = jaxmp.typing.ValidationReport.from_json((tmp_path / "b.json").read_text())
+    baseline = ValidationReport.from_json((tmp_path / "b.json").read_text())
     better = [
         dataclasses.replace(pair, candidate=0.5 * pair.candidate) for pair in baseline["bf16"].pairs
     ]
     (tmp_path / "b.json").write_text(worse(baseline, pairs=tuple(better)).to_json())
-    code, printed = run("--baseline", "b.json")
-    assert code == 1 and "bf16: the held-out loss is worse by +100 %" in printed.err
-    assert printed.out.startswith("bf16 passes: ")
+    code, out, error = run("--baseline", "b.json")
+    assert code == 1 and "bf16: the held-out loss is worse by +100 %" in error
+    assert out.startswith("bf16 passes: ")

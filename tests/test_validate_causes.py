@@ -14,6 +14,9 @@ from flax.training import train_state as flax_train_state
 import jaxmp
 from grids import EXPENSIVE
 
+# The defaults of JAX, as users of Flax and optax have them.
+pytestmark = pytest.mark.usefixtures("standard_promotion", "rank_promotion")
+
 STEPS = 24
 FP16, BF16, BF16_PARAMS = map(jaxmp.load_recipe, ("fp16", "bf16", "bf16_params"))
 
@@ -42,16 +45,15 @@ def verdicts(report):
 def run(model, candidates, loss_fn, shape, optimizer, **options):
     options = {"seeds": 2, "steps": STEPS, "compare_steps": [0, STEPS - 1], **options}
     held_out = [*batches(shape, 2)(99)]
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        return jaxmp.validate(
-            model,
-            candidates,
-            loss_fn=loss_fn,
-            batches=batches(shape),
-            optimizer=optimizer,
-            held_out=held_out,
-            **options,
-        )
+    return jaxmp.validate(
+        model,
+        candidates,
+        loss_fn=loss_fn,
+        batches=batches(shape),
+        optimizer=optimizer,
+        held_out=held_out,
+        **options,
+    )
 
 
 class Perceptron(nn.Module):
@@ -145,10 +147,9 @@ def make_accumulation(recipe, seed):
 @EXPENSIVE
 def test_bfloat16_accumulation_over_1024_microbatches():
     candidates = {"narrow": BF16.replace(accumulate_dtype="bfloat16"), "wide": BF16}
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        report = jaxmp.validate(
-            make_accumulation, candidates, seeds=2, steps=4, compare_steps=[0], budgets=0.2
-        )
+    report = jaxmp.validate(
+        make_accumulation, candidates, seeds=2, steps=4, compare_steps=[0], budgets=0.2
+    )
     assert verdicts(report) == {"narrow": "fail", "wide": "pass"}
     line = first_line(report, "narrow")
     where = line_of("state.value_and_grad(loss_fn, microbatches=1024)(x)")
@@ -269,8 +270,7 @@ def test_moments_in_float16_underflow():
         return jaxmp.TrainingRun(state=state, step=step, batches=stream(seed), evaluate=evaluate)
 
     by_hand = jaxmp.load_recipe("fp16_params").replace(master="none", loss_scale="none")
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        report = jaxmp.validate(make_run, {"hand": by_hand, "fp16": FP16}, steps=4, seeds=1)
+    report = jaxmp.validate(make_run, {"hand": by_hand, "fp16": FP16}, steps=4, seeds=1)
     assert verdicts(report) == {"hand": "fail", "fp16": "pass"}
     line = first_line(report, "hand")
     where = line_of("            return state.apply_gradients(grads=grads), {")
@@ -363,8 +363,7 @@ def test_batch_statistics_stored_in_bfloat16():
         evaluate = lambda model, tx: squared_error(model, x[0])
         return jaxmp.TrainingRun(state=(model, tx), step=step, batches=x, evaluate=evaluate)
 
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        report = jaxmp.validate(make_run, {"narrow": "bf16"}, seeds=2, steps=STEPS)
+    report = jaxmp.validate(make_run, {"narrow": "bf16"}, seeds=2, steps=STEPS)
     line = first_line(report, "narrow")
     assert line.startswith("narrow FAILS: 'Averaged[0]/mean' (bfloat16) does not change, as it ")
 
@@ -399,8 +398,7 @@ def make_by_hand(*, clip=lambda grads: grads, weight=1.0):
         evaluate = lambda state: loss_fn(state.params, x[0])
         return jaxmp.TrainingRun(state=state, step=step, batches=x, evaluate=evaluate)
 
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        return jaxmp.validate(make_run, {"hand": "bf16"}, seeds=2, steps=STEPS)
+    return jaxmp.validate(make_run, {"hand": "bf16"}, seeds=2, steps=STEPS)
 
 
 def test_an_error_in_the_update_is_located():

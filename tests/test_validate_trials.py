@@ -26,6 +26,23 @@ PAGE = (Path(__file__).parents[1] / "docs" / "measurements.md").read_text(encodi
 # ---------------------------------------------------------------------------
 
 
+KERNEL = jnp.asarray(np.random.default_rng(0).normal(size=(4, 3)), jnp.float32)
+
+
+def gradients(step, *modes):
+    """Returns the gradients of a step under modes of its lines, of itself, and the lines."""
+    batch = {"x": np.random.default_rng(1).normal(size=(8, 4)).astype(np.float32)}
+    state = {"params": {"w": KERNEL}}
+    run = jaxmp.TrainingRun(state=state, step=step, batches=[batch], evaluate=lambda state: 0.0)
+    pure = as_pure(run, "run", 1)
+    emulation = RoundedLines(pure)
+    options = {"xla_allow_excess_precision": False}
+    compiled = jax.jit(emulation.pure_run.step, compiler_options=options)
+    results = [compiled(pure.arrays, (each, pure.first))[1] for each in modes]
+    results.append(jax.jit(pure.step, compiler_options=options)(pure.arrays, pure.first)[1])
+    return *(np.asarray(result.grads["w"]) for result in results), emulation.origins
+
+
 def emulated(dtype, numbers=(), default=ROUNDED):
     """Returns the gradient of an emulated step, one without emulation, and the lines.
 
@@ -41,19 +58,9 @@ def emulated(dtype, numbers=(), default=ROUNDED):
         loss, grads = jax.value_and_grad(loss_fn)(state["params"], batch)
         return state, {"loss": loss, "grads": grads}
 
-    rng = np.random.default_rng(0)
-    state = {"params": {"w": jnp.asarray(rng.normal(size=(4, 3)), jnp.float32)}}
-    batch = {"x": rng.normal(size=(8, 4)).astype(np.float32)}
-    run = jaxmp.TrainingRun(state=state, step=step, batches=[batch], evaluate=lambda state: 0.0)
-    pure = as_pure(run, "run", 1)
-    emulation = RoundedLines(pure)
     modes = np.full(MAX_LINES, default, np.int32)
     modes[list(numbers)] = EXACT if default == ROUNDED else ROUNDED
-    options = {"xla_allow_excess_precision": False}
-    compiled = jax.jit(emulation.pure_run.step, compiler_options=options)
-    result = compiled(pure.arrays, (modes, pure.first))[1]
-    plain = jax.jit(pure.step, compiler_options=options)(pure.arrays, pure.first)[1]
-    return np.asarray(result.grads["w"]), np.asarray(plain.grads["w"]), emulation.origins
+    return gradients(step, modes)
 
 
 def rounds_as_emulated(dtype):
@@ -97,23 +104,12 @@ def test_loops_and_parts_of_devices_are_emulated():
         part = jax.shard_map(halve, mesh=mesh, in_specs=rows, out_specs=rows)
         return state, {"loss": loss, "grads": {"w": part(state["params"]["w"]).astype(jnp.float32)}}
 
-    rng = np.random.default_rng(0)
-    state = {"params": {"w": jnp.asarray(rng.normal(size=(4, 3)), jnp.float32)}}
-    batch = {"x": rng.normal(size=(8, 4)).astype(np.float32)}
-    run = jaxmp.TrainingRun(state=state, step=step, batches=[batch], evaluate=lambda state: 0.0)
-    pure = as_pure(run, "run", 1)
-    emulation = RoundedLines(pure)
-    options = {"xla_allow_excess_precision": False}
-    compiled = jax.jit(emulation.pure_run.step, compiler_options=options)
-    results = {}
-    for mode in (ROUNDED, EXACT):
-        modes = np.full(MAX_LINES, mode, np.int32)
-        results[mode] = np.asarray(compiled(pure.arrays, (modes, pure.first))[1].grads["w"])
-    plain = jax.jit(pure.step, compiler_options=options)(pure.arrays, pure.first)[1].grads["w"]
-    np.testing.assert_array_equal(results[ROUNDED], plain)
-    exact = np.asarray(state["params"]["w"], np.float64) * float(jnp.bfloat16(0.7)) ** 3
-    np.testing.assert_allclose(results[EXACT], exact, rtol=1e-6)
-    assert {origin.dtype for origin in emulation.origins} == {"bfloat16"}
+    modes = (np.full(MAX_LINES, mode, np.int32) for mode in (ROUNDED, EXACT))
+    rounded, exact, plain, origins = gradients(step, *modes)
+    np.testing.assert_array_equal(rounded, plain)
+    expected = np.asarray(KERNEL, np.float64) * float(jnp.bfloat16(0.7)) ** 3
+    np.testing.assert_allclose(exact, expected, rtol=1e-6)
+    assert {origin.dtype for origin in origins} == {"bfloat16"}
 
 
 def test_a_single_line_rounds_alone():

@@ -1,0 +1,56 @@
+"""Arrays with reproducible elements, and measures of their errors."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+
+def floats(*shape, seed=0):
+    """Returns normally distributed FP32 numbers, from NumPy."""
+    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), jnp.float32)
+
+
+def normal(seed, *shape, dtype=jnp.float32):
+    """Returns normally distributed numbers, from JAX."""
+    return jax.random.normal(jax.random.key(seed), shape).astype(dtype)
+
+
+def of_size(size, *shape):
+    """Returns values of magnitude at most `size`, one of which is `size`."""
+    return jnp.linspace(-1.0, 1.0, int(np.prod(shape))).reshape(shape) * jnp.float32(size)
+
+
+def uniform(shape, seed=0):
+    """Returns FP32 numbers between 0.5 and 1.5, of NumPy."""
+    return np.random.default_rng(seed).uniform(0.5, 1.5, shape).astype(np.float32)
+
+
+def f64(array):
+    return np.asarray(array).astype(np.float64)
+
+
+def half_ulp(dtype):
+    """Returns half of the relative and of the absolute spacing of a dtype."""
+    info = jnp.finfo(dtype)
+    return float(info.eps) / 2, float(info.smallest_subnormal) / 2
+
+
+def signal_to_noise(exact, got):
+    """Returns the signal-to-noise ratio in dB, over all elements."""
+    exact, got = f64(exact), f64(got)
+    return 10 * np.log10(np.sum(exact**2) / np.sum((exact - got) ** 2))
+
+
+def same_bits(a, b):
+    a, b = (np.asarray(jax.random.key_data(x) if _is_key(x) else x) for x in (a, b))
+    return a.dtype == b.dtype and a.tobytes() == b.tobytes()
+
+
+def _is_key(x):
+    return jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+
+
+def changed(old, new):
+    """Returns the paths of the leaves of two trees that are not bit-identical."""
+    pairs = zip(jax.tree.leaves_with_path(old), jax.tree.leaves_with_path(new), strict=True)
+    return [jax.tree_util.keystr(path) for (path, a), (_, b) in pairs if not same_bits(a, b)]
