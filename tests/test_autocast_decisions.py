@@ -71,6 +71,8 @@ DECIDES = {
     "ppo": lambda x, w: jnp.clip(jnp.exp(log_probs(x @ w) + 5), 0.8, 1.2).mean(),
     "binary": lambda x, w: optax.sigmoid_binary_cross_entropy(x @ w, POSITIVE[None]).mean(),
     "squared_error": lambda x, w: jnp.mean((x @ w - 1) ** 2),
+    "two_terms": lambda x, w: jnp.mean((x @ w - 1) ** 2) + jnp.mean(w**2),
+    "masked_mean": lambda x, w: jnp.sum(w[:8] * (x @ w - 1) ** 2) / w.sum(),
     "returned": lambda x, w: x @ w + w[:1],
     "custom_vjp": lambda x, w: custom_loss(x @ w),
     "checkpoint": lambda x, w: cross_entropy(jax.checkpoint(jnp.matmul)(x, w)),
@@ -105,7 +107,7 @@ def results(fn, *args):
 
 
 @pytest.mark.parametrize("fn", DECIDES.values(), ids=DECIDES)
-@fast_cases("cross_entropy", "soft_cap", "top_k", "squared_error", "chunks", "cond", "experts")
+@fast_cases("cross_entropy", "soft_cap", "top_k", "two_terms", "chunks", "cond", "experts")
 def test_a_matmul_that_decides_returns_its_sums(fn):
     assert results(autocast(fn, "bf16"), X, W)[0] == (BF16, F32)
     used = uses(jax.make_jaxpr(fn)(X, W))

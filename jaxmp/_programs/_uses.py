@@ -219,8 +219,10 @@ class Uses(Backward):
 
     def _is_small(self, var: Any, equation: JaxprEqn) -> bool:
         result: Any = equation.outvars[0].aval
-        # Sizes of symbolic shapes can only be compared for equality.
-        return is_literal(var) or var in self._broadcast or var.aval.size != result.size
+        # The terms of a loss are scalars, and so is the sum of weights that divides it. Sizes of
+        # symbolic shapes can only be compared for equality.
+        is_known = result.ndim == 0 or is_literal(var) or var in self._broadcast
+        return is_known or var.aval.size != result.size
 
 
 def _of_factor(equation: JaxprEqn, n: int) -> int:
