@@ -469,6 +469,11 @@ def test_what_is_right_in_16_bits(fn):
     assert audit(fn, shape(4, 64)).findings == ()
 
 
+def test_complex_constants_are_no_factors_of_updates():
+    rotated = lambda w: lax.complex(w, w) * jnp.complex64(1j)
+    assert audit(jax.grad(lambda w: jnp.abs(rotated(w)).sum()), jnp.ones((4, 4))).ok
+
+
 def test_a_sum_of_exponentials_is_a_softmax_only_if_a_quotient_follows():
     rows = shape(32, 64)
     energy = lambda row: jnp.exp(row).sum()

@@ -372,6 +372,21 @@ def test_averages_beside_masters_are_reported_and_the_fix_is_clean(form):
     assert audit(fixed, state, scope["ema"], X).ok
 
 
+def test_an_fp32_average_of_rounded_parameters_is_clean():
+    tx = jaxmp.load_recipe("bf16_params").optimizer(optax.sgd(0.1))
+    params = {"w": jnp.ones((64, 64)), "frozen": jnp.ones((1, 64))}
+    state = jaxmp.TrainState.create(apply_fn=None, params=params, tx=tx)
+
+    def step(state, ema, x):
+        total = lambda p, x: loss(p["w"] + jax.lax.stop_gradient(p["frozen"]), x)
+        grads = state.value_and_grad(total)(x)[1]
+        state = state.apply_gradients(grads=grads)
+        return state, optax.incremental_update(state.params, ema, 0.005)
+
+    assert counts(step, state, params, X) == {}
+    assert counts(step, state, state.params, X) == {"accumulator_16bit": 2}
+
+
 def test_moments_by_hand():
     def step(moment, w, x):
         moment = (0.9 * moment + jax.grad(loss)(w, x).astype(moment.dtype)).astype(moment.dtype)

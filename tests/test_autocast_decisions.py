@@ -68,7 +68,13 @@ DECIDES = {
     "ppo": lambda x, w: jnp.clip(jnp.exp(log_probs(x @ w) + 5), 0.8, 1.2).mean(),
     "binary": lambda x, w: optax.sigmoid_binary_cross_entropy(x @ w, POSITIVE[None]).mean(),
     "squared_error": lambda x, w: jnp.mean((x @ w - 1) ** 2),
+    "two_terms": lambda x, w: jnp.mean((x @ w - 1) ** 2) + jnp.mean(w**2),
+    "masked_mean": lambda x, w: jnp.sum(w[:8] * (x @ w - 1) ** 2) / w.sum(),
     "returned": lambda x, w: x @ w + w[:1],
+    "one_hot": lambda x, w: -jnp.vdot(jnp.eye(64)[:8], jax.nn.log_softmax(x @ w)) / 8,
+    "values_of_actions": lambda x, w: jnp.mean(
+        (jnp.einsum("ba,ba->b", x @ w, jnp.eye(64)[:8]) - 1) ** 2
+    ),
     "custom_vjp": lambda x, w: custom_loss(x @ w),
     "checkpoint": lambda x, w: cross_entropy(jax.checkpoint(jnp.matmul)(x, w)),
     "cond": lambda x, w: cross_entropy(lax.cond(x[0, 0] > 0, lambda: x @ w, lambda: -(x @ w))),
@@ -102,7 +108,7 @@ def results(fn, *args):
 
 
 @pytest.mark.parametrize("fn", DECIDES.values(), ids=DECIDES)
-@fast_cases("cross_entropy", "soft_cap", "top_k", "squared_error", "chunks", "cond", "experts")
+@fast_cases("cross_entropy", "soft_cap", "top_k", "two_terms", "chunks", "cond", "experts")
 def test_a_matmul_that_decides_returns_its_sums(fn):
     assert results(autocast(fn, "bf16"), X, W)[0] == (BF16, F32)
     used = uses(jax.make_jaxpr(fn)(X, W))
@@ -241,3 +247,9 @@ def test_xla_compiles_wide_results_on_a_cpu(order):
     assert jax.jit(vectors)(W, W).shape == (8, 32)
     transposed = autocast(lambda x, w: jax.nn.log_softmax((x @ w).T, 0), "bf16")
     assert jax.jit(transposed)(X, W).shape == (64, 8)
+
+
+def test_an_inner_product_is_a_sum_in_fp32():
+    fn = lambda z: -jnp.einsum("bc,bc->b", jnp.eye(64)[:8], jax.nn.log_softmax(z))
+    logits = 8 * normal(3, 8, 64)
+    assert (autocast(fn, "bf16")(logits) == fn(logits)).all()

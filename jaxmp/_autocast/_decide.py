@@ -242,6 +242,8 @@ def decide(
         return _of_matmul(equation, values, env, policy, use)
     if category == "opaque":
         return Decision(None, priority, reason, as_recorded=True)
+    if _programs.is_inner_product(equation):
+        reason = "an inner product is a sum, in FP32"
     if category == "fp32" or policy.is_fp32 or _leads_to_fp32(equation, env):
         reason = reason if category == "fp32" else policy.reason
         return Decision(_core.FLOAT32, Priority.COMPUTED, reason)

@@ -115,6 +115,8 @@ class AutocastConfig:
         name = equation.primitive.name
         if _programs.is_outer_product(equation):
             return "widest"  # an outer product sums nothing; rotary angles require FP32
+        if _programs.is_inner_product(equation):
+            return "fp32"  # a sum, such as of the log-probabilities that labels select
         if name == "mul" and equation.invars[0] is equation.invars[1]:
             name = "square"
         if name == "scatter" and _programs.sub_jaxprs(equation):

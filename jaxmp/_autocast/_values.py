@@ -150,10 +150,11 @@ def common_dtype(values: list[Value]) -> np.dtype:
 
 
 def is_matmul(equation: _compat.JaxprEqn) -> bool:
-    """Returns True for a `dot_general` of castable operands that contracts a dimension."""
+    """Returns True for a `dot_general` of castable operands that is no inner or outer product."""
     return (
         equation.primitive.name == "dot_general"
         and not _programs.is_outer_product(equation)
+        and not _programs.is_inner_product(equation)
         and all(is_castable_aval(var.aval) for var in equation.invars)
     )
 

@@ -20,7 +20,7 @@ from jaxmp._programs._analysis import Backward
 from jaxmp._programs._constructs import CONSTRUCTS, OPAQUE_CALLS
 from jaxmp._programs._interpreter import Frame, Place
 from jaxmp._programs._jaxprs import BACKWARD, array_aval, is_literal, phase_of
-from jaxmp._programs._matmuls import MATMULS, is_outer_product
+from jaxmp._programs._matmuls import MATMULS, is_inner_product, is_outer_product
 from jaxmp._programs._operations import axes_of, count_of_keys, dot_of, exponent_of
 
 
@@ -184,9 +184,10 @@ class Uses(Backward):
             return [use | _ORDER] * keys + [use] * (count - keys)
         if not any(_is_float(var.aval) for var in equation.outvars):
             return [_NONE] * count
-        if name in MATMULS and not is_outer_product(equation):
+        is_sum = name in _SUMS or is_inner_product(equation)
+        if name in MATMULS and not is_sum and not is_outer_product(equation):
             return [_of_factor(equation, n) for n in range(count)]
-        if name in _SUMS:
+        if is_sum:
             used = [_of_summand(equation, use)] * count
         else:
             used = [use & self._passed(equation, use)] * count
@@ -199,7 +200,7 @@ class Uses(Backward):
         # The gradient of a softmax multiplies it with other arrays, which attention does not. The
         # gradient of a bias is a sum, which is no loss, and none of a softmax.
         of_mul = _PRODUCT | _SUMMED if name == "mul" else _NONE
-        hidden = _LOSS if name in _SUMS else of_mul
+        hidden = _LOSS if is_sum else of_mul
         if hidden and hidden & used[0]:
             stack = str(equation.source_info.name_stack)
             is_backward = phase_of(stack, frame.place.phase) == BACKWARD
@@ -219,8 +220,10 @@ class Uses(Backward):
 
     def _is_small(self, var: Any, equation: JaxprEqn) -> bool:
         result: Any = equation.outvars[0].aval
-        # Sizes of symbolic shapes can only be compared for equality.
-        return is_literal(var) or var in self._broadcast or var.aval.size != result.size
+        # The terms of a loss are scalars, and so is the sum of weights that divides it. Sizes of
+        # symbolic shapes can only be compared for equality.
+        is_known = result.ndim == 0 or is_literal(var) or var in self._broadcast
+        return is_known or var.aval.size != result.size
 
 
 def _of_factor(equation: JaxprEqn, n: int) -> int:
@@ -238,7 +241,8 @@ def _of_summand(equation: JaxprEqn, use: int) -> int:
     A result of the program is a loss if the sum leaves only examples, the first dimension.
     """
     result: Any = equation.outvars[0].aval
-    is_reduced = result.ndim == 0 or (result.ndim == 1 and 0 not in axes_of(equation))
+    keeps_first = is_inner_product(equation) or 0 not in axes_of(equation)
+    is_reduced = result.ndim == 0 or (result.ndim == 1 and keeps_first)
     loss = _LOSS if use & _RESULT and is_reduced else _NONE
     return _SUMMED | loss | use & (_LOSS | _PRODUCT | _MAGNIFIED | _SOLVED)
 

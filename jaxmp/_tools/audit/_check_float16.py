@@ -228,7 +228,7 @@ def _constant(
     if math.prod(getattr(source.aval, "shape", (0,))) != 1:
         return None
     value = audit.known.value(source)
-    return None if value is None or value.dtype.kind == "b" else float(value.reshape(()))
+    return None if value is None or value.dtype.kind in "bc" else float(value.reshape(()))
 
 
 SCALED_GRADIENTS = _checks.Check(

@@ -374,7 +374,8 @@ def label_change(op: OpOccurrence, audit: Auditor) -> ChangedCopy | None:
 @_check_state.MISSING_MASTER.on_program
 def report_changes(audit: Auditor, traced: Traced) -> None:
     """Reports changed copies that the step returns in place of its 16-bit parameters."""
-    shapes = {(v.aval.shape, _checks.dtype_of(v)) for v in traced.variables if v.aval.size > 1}
+    variables = [v for v in traced.variables if v.aval.size > 1 and _checks.half_of([v])]
+    shapes = {(v.aval.shape, _checks.dtype_of(v)) for v in variables}
 
     def is_average(var: _programs.Atom) -> bool:
         sums = [x for x in audit.flow.of(var) if isinstance(x, (_dataflow.From, _dataflow.Update))]

@@ -103,8 +103,9 @@ def lineage(op: OpOccurrence, own: frozenset[Any], labels_of: LabelsOf) -> froze
 
 
 def number_of(var: _programs.Atom) -> float | None:
-    """Returns the value of a constant scalar, or None."""
-    return float(var.val) if _programs.is_literal(var) and math.prod(var.aval.shape) == 1 else None
+    """Returns the value of a constant real scalar, or None."""
+    is_scalar = _programs.is_literal(var) and math.prod(var.aval.shape) == 1
+    return float(var.val) if is_scalar and not np.iscomplexobj(var.val) else None
 
 
 def _negated(labels: Iterable[Any]) -> frozenset[Any]:
