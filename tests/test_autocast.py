@@ -631,6 +631,18 @@ def test_symbolic_zeros_of_a_custom_jvp_are_kept(policy):
     assert seen == {(False, True, True)}
 
 
+def test_constants_have_the_types_that_the_function_returns():
+    def fn(w):
+        return w @ w, jnp.asarray(1), jnp.float32(2), jnp.arange(2), np.arange(2), np.array(["a"])
+
+    w = jnp.ones((2, 2))
+    described = [
+        [(type(x), x.dtype, getattr(x, "weak_type", None)) for x in run(w)]
+        for run in (fn, autocast(fn, "bf16"))
+    ]
+    assert described[0] == described[1]
+
+
 def test_numpy_arrays_in_float64_are_what_jit_makes_of_them():
     w, x = np.asarray(W, np.float64), np.asarray(X, np.float64)
     closed_over = autocast(lambda x: x @ w, MIXED)

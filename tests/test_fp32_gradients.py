@@ -151,6 +151,11 @@ def product_of_weights(params, x, dtype):
     return x.astype(dtype) @ (w @ w)
 
 
+def diagonal(params, x, dtype):
+    """JAX 0.12 computes the diagonal of a square matrix by `lax.platform_dependent`."""
+    return x.astype(dtype) * jnp.diagonal(params["w"].astype(dtype))[None]
+
+
 def parts(params, x, dtype):
     left, right = jnp.split(params["w"].astype(dtype), 2, axis=1)
     return x.astype(dtype) @ jnp.concatenate([right, left], axis=1)
@@ -229,6 +234,7 @@ USES = {
         (rows_times_weight, MATRIX),
         (rows_in_remat, MATRIX),
         (positions, MATRIX),
+        (diagonal, MATRIX),
         (parts, MATRIX),
         (scaled_weight, MATRIX),
         (repeated, MATRIX),

@@ -288,6 +288,21 @@ def test_sum_and_weight_average_over_all_microbatches(getkey):
     np.testing.assert_array_equal(aux, [2, 1, 0, 1])
 
 
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_constants_in_aux_have_the_types_that_jax_returns_outside_of_jit(dtype):
+    """A literal of a jaxpr is a Python number, and an array of strings is no result of one."""
+
+    def fn(w):
+        aux = jnp.asarray(1), jnp.asarray(True), jnp.float32(2), np.arange(2), np.array(["a"])
+        return jnp.sum((w.astype(dtype) ** 2).astype(jnp.float32)), aux
+
+    described = []
+    for value_and_grad in (jax.value_and_grad, jaxmp.value_and_grad):
+        (_, aux), _ = value_and_grad(fn, has_aux=True)(jnp.ones(2))
+        described.append([(type(x), x.dtype, getattr(x, "weak_type", None)) for x in aux])
+    assert described[0] == described[1]
+
+
 def test_aux_is_stacked_and_keys_are_folded():
     def fn(w, x, key):
         return jnp.sum(w * x), jax.random.key_data(key)

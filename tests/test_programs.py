@@ -146,7 +146,7 @@ def gradient(fn):
 def counts(fn):
     """Returns the number of each operation.
 
-    Calls, which may be inlined, do not count, and neither does the clamp of the index of a branch.
+    Calls, which may be inlined, do not count, and neither does the index of a branch.
     A recomputation is lowered to its operations behind a barrier, and runs again in that form.
     """
     names = []
@@ -154,7 +154,7 @@ def counts(fn):
         name = equation.primitive.name
         if name in REMATS and call_of(equation).is_recomputation:
             name = "optimization_barrier" if call_of(equation).prevent_cse else "jit"
-        names += [] if name in CALLS | {"clamp"} else [name]
+        names += [] if name in CALLS | {"clamp", "platform_index"} else [name]
     return Counter(names)
 
 
@@ -220,6 +220,7 @@ SINES = {
     "while": lambda x: lax.while_loop(lambda c: c.sum() < 1e3, lambda c: c + 10 + sine(x), x),
     "branch": lambda x: lax.cond(x.sum() < 1e3, sine, jnp.cos, x),
     "other branch": lambda x: lax.cond(x.sum() > 1e3, sine, jnp.cos, x),
+    "platform": lambda x: lax.platform_dependent(x, cpu=sine, default=jnp.cos),
     "shard_map": lambda x: jax.shard_map(
         sine,
         mesh=jax.make_mesh((2,), ("d",), axis_types=(jax.sharding.AxisType.Auto,)),

@@ -239,6 +239,33 @@ def test_a_carry_and_a_branch_keep_the_dtype_of_the_caller():
     assert jaxmp.load_recipe("bf16").wrap(Loops(nnx.Rngs(0)))(X).dtype == jnp.float32
 
 
+class Repeated(nnx.Module):
+    """Layer in a loop that also returns a sum of its carry in each iteration."""
+
+    def __init__(self, rngs):
+        self.layer = nnx.Linear(WIDTH, WIDTH, rngs=rngs)
+        self.output = nnx.Linear(WIDTH, CLASSES, rngs=rngs)
+
+    def __call__(self, x):
+        def body(x, _):
+            x = jnp.tanh(self.layer(x))
+            return x, x.sum()
+
+        x, sums = jax.lax.scan(body, x, None, length=2)
+        return jax.nn.log_softmax(self.output(x)), sums
+
+
+def test_a_value_that_is_also_a_carry_keeps_the_dtype_of_the_carry():
+    plain = Repeated(nnx.Rngs(0))
+    model = jaxmp.load_recipe("bf16").wrap(plain)
+    for expected, result in zip(plain(X), model(X), strict=True):
+        assert result.dtype == jnp.float32
+        np.testing.assert_allclose(result, expected, rtol=0.05, atol=0.05)
+    dots = [e for e in equations(jax.make_jaxpr(model)(X)) if e.primitive.name == "dot_general"]
+    dtypes = {dot.outvars[0].aval.shape[-1]: dot.outvars[0].aval.dtype.name for dot in dots}
+    assert dtypes == {WIDTH: "bfloat16", CLASSES: "float32"}
+
+
 def test_objects_that_a_call_changes_are_changed_once():
     class Cache:
         def __init__(self):

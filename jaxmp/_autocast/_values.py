@@ -105,7 +105,8 @@ def wrap(
 
 def returned(value: Value, aval: Any, dtype: Any) -> Array:
     """Returns the array of a result in `dtype`, and with the weak type of `aval`."""
-    array = _core.cast(jnp.asarray(value.array), dtype) if value.castable else value.array
+    array = _programs.as_jax_array(value.array)
+    array = _core.cast(array, dtype) if value.castable else array
     is_weak = getattr(aval, "weak_type", False) and array.dtype == aval.dtype
     return _core.as_weak(array) if is_weak else array
 

@@ -124,6 +124,16 @@ def note_module(module_policy: ModulePolicy, method: str, *, is_forward: bool) -
 # ---------------------------------------------------------------------------
 
 
+def _count_of_fixed(equation: _compat.JaxprEqn) -> int:
+    """Returns how many of the first results have the dtype of another array, such as a carry."""
+    form = _programs.form_of(equation)
+    if form is Form.SCAN:
+        return _programs.scan_of(equation).carry
+    is_fixed = form in (Form.WHILE, Form.BRANCH)
+    is_fixed = is_fixed or equation.primitive.name == "dynamic_update_slice"
+    return len(equation.outvars) if is_fixed else 0
+
+
 class LabelUses(_programs.Uses):
     """Uses of labeled values, except where another array, such as a carry, fixes their dtype."""
 
@@ -136,52 +146,57 @@ class LabelUses(_programs.Uses):
         if name == "name":
             label = _programs.label_of(equation)
             self.of_labels[label] = self.of_labels.get(label, _programs.Use.NONE) | results[0]
-        form = _programs.form_of(equation)
-        if form in (Form.SCAN, Form.WHILE, Form.BRANCH) or name == "dynamic_update_slice":
-            fixed = _programs.scan_of(equation).carry if form is Form.SCAN else len(results)
-            results = [_programs.Use.NONE] * fixed + results[fixed:]
+        fixed = _count_of_fixed(equation)
+        results = [_programs.Use.NONE] * fixed + results[fixed:]
         return super().equation(equation, results, frame)
 
 
 class Reached(_programs.Forward):
     """Finds the labels of values that are computed from FP32 sums, without another matmul.
 
+    The fact of a value are the layers that return these sums; "" is one of another FP32 matmul.
+
     Args:
       layers: labels of the results of the layers that return their sums.
       is_strict: True under strict promotion, in which only these layers return FP32.
     """
 
-    nothing = False
+    nothing = frozenset()
 
     def __init__(self, layers: set[str], is_strict: bool) -> None:
         super().__init__()
         self._layers, self._is_strict, self.labels = layers, is_strict, set[str]()
         # Labels of layers whose results are rounded, or take the dtype of another operand.
         self.rounded: dict[str, None] = {}
+        # Layers whose sums may reach a value with the dtype of another array, such as a carry.
+        self.fixed = frozenset[str]()
         # True if such a value and a 16-bit array may be operands of one operation.
         self.meets = False
 
-    def join(self, first: bool, second: bool) -> bool:
-        return first or second
+    def join(self, first: frozenset[str], second: frozenset[str]) -> frozenset[str]:
+        return first | second
 
     def equation(self, equation: _compat.JaxprEqn, operands: list[Any], frame: Frame) -> list[Any]:
         if _programs.sub_jaxprs(equation) or not equation.outvars:
-            return self.enter(equation, operands, frame)
+            results = self.enter(equation, operands, frame)
+            self.fixed = self.fixed.union(*results[: _count_of_fixed(equation)])
+            return results
         name, aval = equation.primitive.name, _programs.array_aval(equation.outvars[0])
-        is_reached = any(operands)
+        layers = frozenset[str]().union(*operands)
         if name == "name":
             label = _programs.label_of(equation)
             is_layer = label in self._layers
-            is_reached = is_reached or is_layer
+            layers |= {label} if is_layer else set()
             is_narrow = is_layer and (_core.is_16bit(aval.dtype) or aval.weak_type)
             self.rounded |= {label: None} if is_narrow else {}
-            self.labels |= {label} if is_reached else set()
+            self.labels |= {label} if layers else set()
         elif name in _programs.MATMULS:
             # The author of a layer, or a rule, may return FP32.
             is_reached = aval.dtype == _core.FLOAT32 and not self._is_strict
-        elif is_reached:
+            layers = frozenset({""} if is_reached else ())
+        elif layers:
             self.meets |= sum(_is_strong_16bit(var.aval) for var in equation.invars) > 1
-        return [is_reached] * len(equation.outvars)
+        return [layers] * len(equation.outvars)
 
 
 def _is_strong_16bit(aval: Any) -> bool:

@@ -154,11 +154,11 @@ class ModelSearch:
         self._layers |= labeling.layers
         is_strict = jax.config.jax_numpy_dtype_promotion == "strict"  # pyright: ignore
         reached = _labels.Reached(labeling.layers & reasons.keys(), is_strict)
-        reached.run(closed, [False] * len(closed.jaxpr.invars))
+        reached.run(closed, [reached.nothing] * len(closed.jaxpr.invars))
         labels = {label: reasons[label] for label in reached.labels & reasons.keys()}
-        may_meet = is_strict and reached.meets
-        labels, error = _accepted(prepare, labels) if may_meet else (labels, None)
-        if error is not None:
+        may_meet = (is_strict and reached.meets) or not reached.fixed.isdisjoint(labels)
+        labels, error = _accepted(prepare, labels, reached.fixed) if may_meet else (labels, None)
+        if error is not None and is_strict:
             rounded = [label for label in reached.rounded if reasons[label] != _OF_MODEL]
             if rounded and not path:
                 dtype = policies.default.compute_dtype
@@ -175,15 +175,25 @@ class ModelSearch:
 
 
 def _accepted(
-    prepare: Callable[[], tuple[Callable[..., PyTree], PyTree, int]], labels: dict[str, str]
+    prepare: Callable[[], tuple[Callable[..., PyTree], PyTree, int]],
+    labels: dict[str, str],
+    fixed: frozenset[str],
 ) -> tuple[dict[str, str], Exception | None]:
-    """Returns the labels of values that strict promotion accepts in FP32, and its error if none.
+    """Returns the labels of values that JAX accepts in FP32, and its error if it accepts none.
 
-    If it refuses the results of the model in FP32, it may accept the decisions.
+    A carry in 16 bits, and strict promotion, may refuse them. If JAX refuses the values that reach
+    a carry, or the results of the model, it may accept the others.
+
+    Args:
+      prepare: as in `ModelSearch.of_call`.
+      labels: label -> why its value is not rounded.
+      fixed: labels of the layers whose results reach a carry.
     """
     refused = None
+    free = {label: reason for label, reason in labels.items() if label not in fixed}
     decisions = {label: reason for label, reason in labels.items() if reason != _OF_MODEL}
-    for accepted in filter(None, (labels, decisions)):
+    free_decisions = {label: reason for label, reason in free.items() if reason != _OF_MODEL}
+    for accepted in filter(None, (labels, free, decisions, free_decisions)):
         fn, arrays, _ = prepare()
         search = _compat.context(decisions=frozenset(accepted))
         try:

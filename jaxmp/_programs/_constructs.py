@@ -172,12 +172,21 @@ class While(NamedTuple):
 class Cond(NamedTuple):
     """`lax.cond` and `lax.switch`: the first operand is the index of the branch.
 
-    by_platform: True for `lax.platform_dependent`, of which a branch may not lower on the others'
-      platforms.
+    platforms: the platforms of each branch of `lax.platform_dependent`, None for its default; None
+      for other operations. A branch may not lower on the platforms of the others.
     """
 
     branches: tuple[Any, ...]
-    by_platform: bool
+    platforms: tuple[tuple[str, ...] | None, ...] | None
+
+    def run(self, index: Any, functions: Sequence[Callable[..., Any]], args: Sequence[Any]) -> Any:
+        """Returns the results of one of other functions, which replace the branches."""
+        if self.platforms is None:
+            return lax.switch(index, functions, *args)
+        pairs = [*zip(self.platforms, functions, strict=True)]
+        by_name = {name: function for names, function in pairs for name in names or ()}
+        default = next((function for names, function in pairs if names is None), None)
+        return lax.platform_dependent(*args, default=default, **by_name)
 
 
 class ShardMap(NamedTuple):
@@ -244,7 +253,7 @@ def while_of(equation: Any) -> While:
 def cond_of(equation: Any) -> Cond:
     """Returns the record of a `cond`."""
     params = equation.params
-    return Cond(tuple(params["branches"]), params.get("branches_platforms") is not None)
+    return Cond(tuple(params["branches"]), params.get("branches_platforms"))
 
 
 def shard_map_of(equation: Any) -> ShardMap:

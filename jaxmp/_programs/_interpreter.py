@@ -207,11 +207,8 @@ class Interpreter:
 
     def check_known(self, equation: _compat.JaxprEqn) -> None:
         """Warns of an operation that contains a jaxpr, and is neither listed nor opaque."""
-        if _constructs.is_unknown(equation):
-            self._warn(equation, equation.primitive.name)
-
-    def _warn(self, equation: _compat.JaxprEqn, name: str) -> None:
-        if self.consequence and name not in self._unknown:
+        name = equation.primitive.name
+        if self.consequence and name not in self._unknown and _constructs.is_unknown(equation):
             self._unknown.add(name)
             warn_of_unknown(name, equation, self.consequence)
 
@@ -315,9 +312,6 @@ class Interpreter:
         self, equation: _compat.JaxprEqn, operands: list[Any], place: Place, state: Any
     ) -> list[Any]:
         (index, *rest), cond = operands, _constructs.cond_of(equation)
-        if cond.by_platform:
-            self._warn(equation, "platform_dependent")
-            return self.bound(equation, operands)
         args = self.entered(rest, Entry.BRANCH, rest)
 
         def branch(jaxpr: Any) -> Callable[..., Any]:
@@ -340,7 +334,7 @@ class Interpreter:
 
             return run
 
-        results, side = lax.switch(self.array(index), list(map(padded, branches)), *args)
+        results, side = cond.run(self.array(index), list(map(padded, branches)), args)
         self._add({k: v for k, v in zip(none, side, strict=True) if v is not None})
         return results
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.core import ShapedArray
 
@@ -75,8 +76,9 @@ def trace(fn: Callable[..., Any], args: PyTree, kwargs: Mapping[str, PyTree]) ->
         filled = dict(enumerate(leaves)) | dict(zip(positions, arrays, strict=True))
         args, kwargs = structure.unflatten(filled.values())
         out, tree = jax.tree.flatten(fn(*args, **kwargs))
-        static[:] = tree, [None if _is_array(leaf) else leaf for leaf in out]
-        return [leaf for leaf in out if _is_array(leaf)]
+        # Results may contain anything, such as NumPy arrays of strings.
+        static[:] = tree, [None if isinstance(leaf, jax.Array) else leaf for leaf in out]
+        return [leaf for leaf in out if isinstance(leaf, jax.Array)]
 
     def results(arrays: list[Any]) -> PyTree:
         tree, leaves = static
@@ -85,6 +87,11 @@ def trace(fn: Callable[..., Any], args: PyTree, kwargs: Mapping[str, PyTree]) ->
 
     arrays = [_core.canonical(leaves[n]) for n in positions]
     return Traced(jax.make_jaxpr(flat)(*arrays), arrays, results)
+
+
+def as_jax_array(result: Any) -> jax.Array:
+    """Returns a result of a program as an array: a literal, such as a count, is a Python number."""
+    return result if isinstance(result, jax.Array) else jnp.asarray(result)
 
 
 def _is_array(leaf: object) -> bool:

@@ -19,7 +19,6 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import numpy as np
 from jax.core import Tracer
 
 from jaxmp import _core, _programs
@@ -76,8 +75,9 @@ def with_fp32_gradients(
     def flat(*leaves: Array) -> list[Array]:
         nonlocal out_tree
         out, out_tree = jax.tree.flatten(fn(*structure.unflatten(leaves)))
-        static[:] = [None if _is_array(leaf) else leaf for leaf in out]
-        return [leaf for leaf in out if _is_array(leaf)]
+        # Auxiliary data may contain anything, such as NumPy arrays of strings.
+        static[:] = [None if isinstance(leaf, jax.Array) else leaf for leaf in out]
+        return [leaf for leaf in out if isinstance(leaf, jax.Array)]
 
     try:
         closed = jax.make_jaxpr(flat)(*leaves)
@@ -91,9 +91,10 @@ def with_fp32_gradients(
     def fn_in_fp32(*inputs: PyTree) -> PyTree:
         args = jax.tree.leaves(inputs)
         if is_low:
-            results = iter(run(closed, args, is_param, regather=regather))
+            arrays = run(closed, args, is_param, regather=regather)
         else:
-            results = iter(_compat.jaxpr_as_fun(closed)(*args))
+            arrays = _compat.jaxpr_as_fun(closed)(*args)
+        results = map(_programs.as_jax_array, arrays)
         return out_tree.unflatten([next(results) if leaf is None else leaf for leaf in static])
 
     in_fp32 = [
@@ -109,7 +110,3 @@ def _computes_in_16_bits(closed: _compat.ClosedJaxpr) -> bool:
         for equation in _programs.equations(closed)
         for var in (*equation.invars, *equation.outvars)
     )
-
-
-def _is_array(leaf: object) -> bool:
-    return isinstance(leaf, (jax.Array, np.ndarray, np.generic))

@@ -182,7 +182,7 @@ def _notes(
             f"The gradients of {abbreviate(missing)} were compared, and their outputs were not: "
             "these modules have no name scope of their own in the forward pass, run in a branch "
             "that was not taken, or run inside an operation that validate does not enter, such "
-            "as lax.platform_dependent."
+            "as lax.custom_linear_solve."
         )
 
 

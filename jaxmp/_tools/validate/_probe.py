@@ -8,8 +8,8 @@ rematerialized regions, loops, branches and `shard_map` are included:
 - a branch that was not taken has no outputs, and neither has a loop without iterations;
 - in a `shard_map`, the outputs of all devices are joined.
 
-Modules in other operations that contain functions, such as `lax.custom_linear_solve`,
-`lax.platform_dependent` and callbacks, have no outputs.
+Modules in other operations that contain functions, such as `lax.custom_linear_solve` and callbacks,
+have no outputs.
 """
 
 from __future__ import annotations

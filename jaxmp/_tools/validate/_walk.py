@@ -118,7 +118,7 @@ class _Walk(_programs.Interpreter):
         inside = frame.place.of(equation), (equation, *(frame.state or ()))
         if form in (_programs.Form.CALL, _programs.Form.REMAT, _programs.Form.DERIVATIVE):
             return self.run(_programs.call_of(equation).jaxpr, operands, *inside)
-        if form is _programs.Form.BRANCH and not _programs.cond_of(equation).by_platform:
+        if form is _programs.Form.BRANCH:
             branches = _programs.cond_of(equation).branches
             index = min(max(int(operands[0].array), 0), len(branches) - 1)
             return self.run(branches[index], operands[1:], *inside)
