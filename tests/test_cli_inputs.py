@@ -33,6 +33,8 @@ def empty():
     return ()
 def leaves():
     raise SystemExit(7)
+def batches():
+    return jnp.dot, jnp.ones(2), iter([jnp.ones(3)])
 """
 FILES = {
     "good.py": MAKE,
@@ -113,6 +115,7 @@ COMMANDS = [
     *(["audit", "--script", name] for name in SCRIPTS),
     *(["checkpoint", "show", name] for name in CHECKPOINTS),
     *(["checkpoint", "verify", "run", "--step", step] for step in ("-1", "9", "x")),
+    ["locate", "good.py:batches"],
     ["checkpoint"],
     ["checkpoint", "🦄"],
     ["🦄"],
@@ -238,6 +241,15 @@ def run_memory(*arguments):
     with pytest.raises(SystemExit) as stop:
         cli.main(["memory", *arguments])
     return stop.value.code
+
+
+def test_what_the_user_prints_is_not_in_the_result(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    text = STEP.replace("    return", "    print('the data')\n    return")
+    (tmp_path / "prints.py").write_text(text)
+    assert run_memory("prints.py:make_step", "--json", "-") == 0
+    printed = capsys.readouterr()
+    assert "the data" in printed.err and json.loads(printed.out)["kinds"]["parameters"] >= 0
 
 
 def test_results_do_not_replace_inputs_or_each_other(tmp_path, monkeypatch, capsys):

@@ -265,7 +265,7 @@ def _why_none(rows: list[PlanRow]) -> str:
 
 def _comparison(other: PlanRow, best: PlanRow) -> str:
     """Returns why another recipe is not the recommended one."""
-    if other.bound is None or best.bound is None or not other.fits:
+    if other.lacking or other.bound is None or best.bound is None or not other.fits:
         cannot = "does not fit" if other.fits is False else f"was {_state(other)}"
         cannot = "computes in a format that the chip lacks" if other.lacking else cannot
         return f"{_name(other)} {cannot}."
