@@ -32,6 +32,8 @@ def empty():
     return ()
 def leaves():
     raise SystemExit(7)
+def batches():
+    return jnp.dot, jnp.ones(2), iter([jnp.ones(3)])
 """
 FILES = {
     "good.py": MAKE,
@@ -112,6 +114,7 @@ COMMANDS = [
     *(["audit", "--script", name] for name in SCRIPTS),
     *(["checkpoint", "show", name] for name in CHECKPOINTS),
     *(["checkpoint", "verify", "run", "--step", step] for step in ("-1", "9", "x")),
+    ["locate", "good.py:batches"],
     ["checkpoint"],
     ["checkpoint", "🦄"],
     ["🦄"],
@@ -225,6 +228,13 @@ import jax.numpy as jnp
 def make_step(recipe=None):
     return lambda w: w @ w, jnp.ones((2, 2))
 """
+
+
+def test_what_the_user_prints_is_not_in_the_result(command, write):
+    write(STEP.replace("    return", "    print('the data')\n    return"), "prints.py")
+    code, out, error = command("memory", "prints.py:make_step", "--json", "-")
+    assert code == 0 and "the data" in error
+    assert json.loads(out)["kinds"]["parameters"] >= 0
 
 
 def test_results_do_not_replace_inputs_or_each_other(command, write, tmp_path):

@@ -39,12 +39,13 @@ def autocast(recipe):
 
 
 def shown(use, recipe, target, capability):
-    """Returns the warnings of using a recipe twice on a device."""
+    """Returns the warnings, at lines of this file, of using a recipe twice on a device."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         with _compat.context(target=target, capability=capability):
             for _ in range(2):
                 use(jaxmp.load_recipe(recipe))
+    assert all(warning.filename == __file__ for warning in caught)
     return [str(warning.message) for warning in caught]
 
 

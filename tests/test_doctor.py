@@ -169,6 +169,16 @@ def test_the_report_describes_this_machine():
     assert machine.platform == jax.default_backend()
 
 
+def test_a_platform_that_does_not_start_is_a_problem(monkeypatch):
+    def fail():
+        raise AssertionError
+
+    monkeypatch.setattr(jax, "devices", fail)
+    monkeypatch.setattr(jax, "local_devices", fail)
+    monkeypatch.setenv("JAX_PLATFORMS", "cuda")
+    assert "JAX_PLATFORMS='cuda'" in _doctor.read_machine().failure
+
+
 def test_nvidia_smi_is_read(monkeypatch, tmp_path):
     command = tmp_path / "nvidia-smi"
     rows = "NVIDIA L4, 580.65.06, 23034, 2040", "NVIDIA L4, 580.65.06, [N/A], [N/A]"

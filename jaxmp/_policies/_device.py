@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import warnings
 from collections.abc import Callable
 
 import jax
@@ -16,7 +15,6 @@ from jaxmp._gradients._hints import expect_scale
 from jaxmp._policies._policy import Policy
 from jaxmp._policies._required import named_dtypes
 from jaxmp._policies._resolve import Policies
-from jaxmp.errors import RecipeWarning
 
 
 def check_gradient(policies: Policies, inputs: Callable[[], PyTree], mark: _core.Mark) -> None:
@@ -61,11 +59,9 @@ def computes_in(policies: Policies, dtype: np.dtype) -> bool:
 
 @functools.cache
 def _warn_of(dtype: str, device: str, recipe: str) -> None:
-    warnings.warn(
+    _core.warn_user(
         f"The policies compute in {dtype}, but {device}. Use the other 16-bit format: recipe = "
-        f"jaxmp.load_recipe({recipe!r}).",
-        RecipeWarning,
-        stacklevel=2,
+        f"jaxmp.load_recipe({recipe!r})."
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import importlib
 import importlib.util
@@ -236,6 +237,8 @@ def split_values(text: str | None) -> Any:
 def call(description: str, function: Callable[[], T]) -> T:
     """Calls the user's code, and converts its exceptions to errors of one message.
 
+    What it prints goes to standard error: standard output has the result of the command alone.
+
     Args:
       description: what is called, for the message, such as "importing 'my_package.train'".
       function: the call.
@@ -244,7 +247,8 @@ def call(description: str, function: Callable[[], T]) -> T:
       JaxmpError: with the exception's type, its text, and its line in the user's own file.
     """
     try:
-        return function()
+        with contextlib.redirect_stdout(sys.stderr):
+            return function()
     except JaxmpError:
         raise
     except (Exception, SystemExit) as error:

@@ -337,8 +337,9 @@ def _located(
                 "requires a single state. Return the batch of the failed step instead:\n"
                 "    return train_step, model, optimizer, batch"
             )
-        with _busy(f"training with {function}"):
-            state, rest = _failing(train_step, state, islice(rest[-1], batches))
+        training, rows = f"training with {function}", islice(rest[-1], batches)
+        with _busy(training):
+            state, rest = _arguments.call(training, lambda: _failing(train_step, state, rows))
     with _busy(f"following the values of {function}"):
         return _arguments.call(
             f"the step of {function}", lambda: jaxmp.locate_nonfinite(train_step, state, *rest)

@@ -144,12 +144,10 @@ class MemoryEstimate(Report):
         size = f"{text(self.most)} (compiled by {self.compiler})"
         if not self.compiler:
             size = f"{text(self.least)} to {text(self.most)} (estimated)"
-            single, several = _errors()["one"], _errors()["several"]
-            fits += " The arguments are exact; the range of the rest contains"
-            fits += (
-                f" {single['inside']} of {single['programs']} programs that were compiled for one"
-            )
-            fits += f" device, and {several['inside']} of {several['programs']} for several."
+            ranges = (_errors()[devices] for devices in ("one", "several"))
+            single, several = (f"{each['inside']} of {each['programs']}" for each in ranges)
+            fits += f" The arguments are exact; the range of the rest contains {single} programs"
+            fits += f" that were compiled for one device, and {several} for several."
             fits += f" Not compiled: {self.reason}."
         mood = "bad" if self.fits is False else "good" if self.fits else ""
         title = f"Memory of {self.function or 'the step'}: {size}"

@@ -42,13 +42,9 @@ def shares_of(chip: Target) -> dict[str, Any]:
     They are those of a timed chip with the same peaks, as the H200 has those of the H100; of other
     chips, the default.
     """
-    shares = measured()["shares"]
-    timed = (
-        name
-        for name in shares
-        if name in _core.targets() and _core.targets()[name].peak == chip.peak
-    )
-    return shares["default"] | shares.get(next(timed, ""), {})
+    shares, chips = measured()["shares"], _core.targets()
+    timed = (shares[name] for name in shares if name in chips and chips[name].peak == chip.peak)
+    return shares["default"] | next(timed, {})
 
 
 def error_of(chip: str, narrow: bool, cases: Iterable[dict[str, Any]]) -> tuple[float, float]:

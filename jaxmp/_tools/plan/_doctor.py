@@ -166,10 +166,13 @@ def read_machine() -> Machine:
     try:
         names.update(device.device_kind for device in jax.devices())
         backend = jax.default_backend()
-    except RuntimeError as error:
-        backend, failure = "cpu", str(error).splitlines()[0]
+    except (RuntimeError, AssertionError) as error:
+        # JAX asserts without a message that one of the platforms starts.
+        platforms = os.environ.get("JAX_PLATFORMS")
+        failure = str(error).partition("\n")[0] or f"JAX_PLATFORMS={platforms!r} does not start"
+        backend = "cpu"
     memory, compilers = 0, list[str]()
-    with contextlib.suppress(RuntimeError, NotImplementedError):
+    with contextlib.suppress(RuntimeError, AssertionError, NotImplementedError):
         memory = int((jax.local_devices()[0].memory_stats() or {}).get("bytes_limit", 0))
     for name, chip in _COMPILED.items():
         with contextlib.suppress(MissingDependencyError):
@@ -340,7 +343,8 @@ def _use_problems(machine: Machine) -> Iterator[Problem]:
     except TargetError as error:
         yield Problem(str(error), "export XLA_PYTHON_CLIENT_MEM_FRACTION=0.95")
     if machine.failure:
-        yield Problem(f"JAX finds no device: {machine.failure}", "unset JAX_PLATFORMS")
+        message = f"JAX finds no device: {machine.failure.rstrip('.')}."
+        yield Problem(message, "unset JAX_PLATFORMS")
     if machine.failure or not machine.gpus:
         return
     install = f'pip install --upgrade "jax[cuda{_newest_cuda(machine)}]"'

@@ -182,10 +182,9 @@ def relative(
       prices: chip -> price of one device for an hour.
       rates: "chip/recipe" -> measured tokens per second of all devices.
     """
-    own = [row.recipe == baseline for row, _ in programs]
     each = [s and s / (row.batch or 1) for row, s in programs]
-    unit = next((s for s, is_base in zip(each, own, strict=True) if s and is_base), None)
-    unit = unit or next(filter(None, each), None)
+    own = [s for (row, _), s in zip(programs, each, strict=True) if row.recipe == baseline]
+    unit = next(filter(None, [*own, *each]), None)
     rows = list[PlanRow]()
     for (row, seconds), per_example in zip(programs, each, strict=True):
         changes: dict[str, Any] = {}

@@ -230,8 +230,7 @@ def recommend(target: str, baseline: str, rows: list[PlanRow]) -> PlanChoice:
     size = "memory" if best.devices else "estimate"
     reasons = [] if best.bound else [f"The chip multiplies its formats, and the {size} fits."]
     if best is not base:
-        values = (value / _value(base) for value in (_value(best), *best.interval))
-        ratio = _interval(*values)
+        ratio = _interval(*(value / _value(base) for value in (_value(best), *best.interval)))
         reasons.append(f"Its bound is {ratio} of that of {_name(base)}: {_work(best, base)}.")
     for recipe in dict.fromkeys(row.recipe for row in rows if row.recipe != best.recipe):
         other = min((row for row in rows if row.recipe == recipe), key=_value)
@@ -265,16 +264,13 @@ def _why_none(rows: list[PlanRow]) -> str:
 
 def _comparison(other: PlanRow, best: PlanRow) -> str:
     """Returns why another recipe is not the recommended one."""
-    if other.bound is None or best.bound is None or not other.fits:
+    if other.lacking or other.bound is None or best.bound is None or not other.fits:
         cannot = "does not fit" if other.fits is False else f"was {_state(other)}"
         cannot = "computes in a format that the chip lacks" if other.lacking else cannot
         return f"{_name(other)} {cannot}."
-    is_clear = min(other.interval, default=other.bound) >= best.bound
-    gain = (
-        "gains nothing"
-        if is_clear
-        else f"has no clear gain, {_interval(other.bound, *other.interval)}"
-    )
+    gain = f"has no clear gain, {_interval(other.bound, *other.interval)}"
+    if min(other.interval, default=other.bound) >= best.bound:
+        gain = "gains nothing"
     return f"{_name(other)} {gain}: {_work(other, best)}."
 
 
