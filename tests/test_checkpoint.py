@@ -657,6 +657,34 @@ def test_states_of_jaxmp_that_orbax_wrote_are_migrated(source, tmp_path, capsys)
     assert same(jaxmp.get_master_params(restored), jaxmp.get_master_params(state))
 
 
+class NoisyModel(nnx.Module):
+    def __init__(self, rngs):
+        self.dense = nnx.Linear(3, 4, rngs=rngs)
+        self.dropout = nnx.Dropout(0.5, rngs=rngs)
+        # A parameter with the name of the field that a Variable has in checkpoints.
+        self.value = nnx.Param(rngs.params.normal((2,)))
+
+
+def test_an_nnx_run_with_a_text_goes_on_under_a_recipe(tmp_path):
+    inner = optax.sgd(1e-2, momentum=0.9)
+    model = NoisyModel(nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, inner, wrt=nnx.Param)
+    with jax.numpy_dtype_promotion("standard"):
+        optimizer.update(model, jax.tree.map(jnp.ones_like, nnx.state(model, nnx.Param)))
+    run = {"model": nnx.state(model), "optimizer": nnx.state(optimizer), "name": "first"}
+    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as writer:
+        writer.save(tmp_path / "run", args=ocp.args.PyTreeSave(run))
+
+    other = BF16_PARAMS.wrap(NoisyModel(nnx.Rngs(1)))
+    trained = jaxmp.nnx.Optimizer(other, BF16_PARAMS.optimizer(inner))
+    like = {"model": other, "optimizer": trained}
+    Checkpointer(tmp_path / "run").restore(like, recipe=BF16_PARAMS, migrate=True)
+    assert same(jaxmp.get_master_params(trained), nnx.as_pure(nnx.state(model, nnx.Param)))
+    moments, expected = (optax.tree.get(x.opt_state, "trace") for x in (trained, optimizer))
+    assert same(nnx.as_pure(moments), nnx.as_pure(expected))
+    assert jnp.array_equal(other.dropout.rngs(), model.dropout.rngs())
+
+
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("write", [write_orbax, write_flax])
 @pytest.mark.parametrize(
