@@ -424,16 +424,27 @@ def test_lossy_is_not_advised_where_masters_would_be_lost(tmp_path):
     assert "lossy" not in str(error.value)
 
 
-def test_another_model_or_optimizer_is_refused(tmp_path):
-    checkpointer = save(tmp_path, make_state(inner=optax.sgd))
+@pytest.mark.parametrize("migrate", [False, True, "lossy"])
+def test_another_model_or_optimizer_is_refused(migrate, tmp_path):
+    state = make_state(inner=optax.sgd)
+    restore = functools.partial(save(tmp_path, state).restore, migrate=migrate)
     with pytest.raises(
         jaxmp.errors.CheckpointError, match=r"requires 'opt_state/.*count'.*no such leaf"
     ):
-        checkpointer.restore(make_state(), migrate="lossy")
+        restore(make_state())
     with pytest.raises(
         jaxmp.errors.CheckpointError, match=r"bfloat16\[4,3\] at 'params/dense/kernel'"
     ):
-        checkpointer.restore(make_state(inner=optax.sgd, size=5), migrate="lossy")
+        restore(make_state(inner=optax.sgd, size=5))
+    names = {"dense1": {"kernel": jnp.ones((4, 3))}, "norm": {"scale": jnp.ones(3)}}
+    renamed = jaxmp.TrainState.create(apply_fn=None, params=names, tx=state.tx)
+    with pytest.raises(jaxmp.errors.CheckpointError, match="no parameter 'dense1:kernel'") as error:
+        restore(renamed)
+    assert "migrate=True" not in str(error.value)
+    fix = re.search(r"restore\(\{.*\)", str(error.value))[0]
+    restored = eval(fix, {"restore": Checkpointer(tmp_path).restore, "jnp": jnp})
+    kernel = jaxmp.get_master_params(state)["dense"]["kernel"]
+    assert same(restored, {"dense": {"kernel": kernel}})
 
 
 def test_float16_must_hold_the_parameters(tmp_path):
@@ -546,6 +557,20 @@ def test_the_step_before_a_damaged_one_is_named(tmp_path):
     with pytest.raises(jaxmp.errors.CheckpointError, match=r"restore\(state, step=0\)"):
         checkpointer.restore(make_state())
     assert same(checkpointer.restore(make_state(seed=1), step=0), make_state())
+
+
+def test_a_copied_step_is_restored_and_not_written_to(tmp_path):
+    save(tmp_path / "run", make_state(), step=3)
+    shutil.copytree(tmp_path / "run" / "3", tmp_path / "best")
+    for directory in (tmp_path / "best", tmp_path / "best" / "state"):
+        copied = Checkpointer(directory)
+        assert copied.describe().step == 3
+        assert same(copied.restore(make_state(seed=1), recipe=BF16_PARAMS), make_state())
+        with pytest.raises(jaxmp.errors.CheckpointError, match="is a step of a run"):
+            copied.save(4, make_state(), recipe=BF16_PARAMS)
+    next((tmp_path / "best" / "state" / "d").iterdir()).unlink()
+    with pytest.raises(jaxmp.errors.CheckpointError, match=r"is missing\.$"):
+        Checkpointer(tmp_path / "best").restore(make_state())
 
 
 WRITER = """
@@ -1028,12 +1053,20 @@ def test_objects_of_one_process_may_save_into_one_directory(tmp_path):
     assert sorted(os.listdir(tmp_path)) == ["4", "5"]
 
 
+def deleted(state):
+    jax.tree.map(lambda leaf: leaf.delete(), state)
+    return state
+
+
 @pytest.mark.parametrize(
     ("call", "message"),
     [
         (lambda c, s: Checkpointer("x", keep=0), "keep=0 is not"),
         (lambda c, s: c.save(-1, s, recipe="fp32"), "step=-1"),
         (lambda c, s: c.save(1.5, s, recipe="fp32"), "step=1.5"),
+        (lambda c, s: c.save(jnp.arange(2), s, recipe="fp32"), "step=Array"),
+        (lambda c, s: c.restore(s, step="1"), "step='1'"),
+        (lambda c, s: Checkpointer(None), r"directory=None .*Checkpointer\('runs/first'\)"),
         (
             lambda c, s: c.save(1, s, recipe="fp32", extra={"a": {3: 1}}),
             "the key 3 is not a string",
@@ -1047,6 +1080,8 @@ def test_objects_of_one_process_may_save_into_one_directory(tmp_path):
         (lambda c, s: c.save(1, {"a/b": 1, "a": {"b": 2}}, recipe="fp32"), "Rename one"),
         (lambda c, s: c.save(1, {}, recipe="fp32"), "contains no array"),
         (lambda c, s: c.save(1, jax.eval_shape(lambda: s), recipe="fp32"), "abstract state"),
+        (lambda c, s: c.save(1, deleted(s), recipe="fp32"), "'a' of the state was deleted"),
+        (lambda c, s: jax.jit(lambda s: c.save(1, s, recipe="fp32"))(s), "'a' of the .* is traced"),
         (lambda c, s: c.restore(s, migrate="yes"), "Allowed: False, True and 'lossy'"),
     ],
 )
