@@ -882,6 +882,17 @@ def test_the_steps_that_were_saved_last_are_kept(order, reopened, tmp_path):
         assert Path(row.filename) == Path(__file__)
 
 
+def test_directories_that_jaxmp_did_not_write_are_kept(tmp_path):
+    (tmp_path / "2025").mkdir()
+    write_orbax(tmp_path, make_state()).rename(tmp_path / "1")
+    (tmp_path / "3").write_text("")
+    with Checkpointer(tmp_path, keep=1) as checkpointer:
+        for step in (2026, 2027):
+            checkpointer.save(step, make_state(), recipe=BF16_PARAMS)
+    assert checkpointer.all_steps() == [1, 2025, 2027]
+    assert (tmp_path / "3").exists()
+
+
 @pytest.mark.filterwarnings("ignore:.*rolled back")
 def test_all_steps_of_a_rolled_back_run_are_kept_without_a_number(tmp_path):
     for step in (8, 9, 5):
@@ -1066,6 +1077,7 @@ def deleted(state):
         (lambda c, s: c.save(1.5, s, recipe="fp32"), "step=1.5"),
         (lambda c, s: c.save(jnp.arange(2), s, recipe="fp32"), "step=Array"),
         (lambda c, s: c.restore(s, step="1"), "step='1'"),
+        (lambda c, s: Checkpointer("file:///x"), "directory='file:///x' is not a path"),
         (lambda c, s: Checkpointer(None), r"directory=None .*Checkpointer\('runs/first'\)"),
         (
             lambda c, s: c.save(1, s, recipe="fp32", extra={"a": {3: 1}}),
@@ -1272,6 +1284,17 @@ def test_safetensors_of_others_are_read(tmp_path):
     assert loaded["a"]["b"].dtype == jnp.bfloat16
 
 
+def test_safetensors_with_a_name_that_continues_another_are_not_nested(tmp_path):
+    path = tmp_path / "params.safetensors"
+    arrays = {"a": np.ones(2), "a-b": np.ones(1), "a.b": np.zeros(2)}
+    safetensors.numpy.save_file(arrays, path)
+    with pytest.raises(jaxmp.errors.CheckpointError, match="has a parameter 'a'") as error:
+        load_safetensors(path)
+    fix = re.search(r"safetensors\.numpy.*\)", str(error.value))[0]
+    assert same(eval(fix), arrays)
+    assert same(load_safetensors(path, arrays), arrays)
+
+
 def test_safetensors_of_64_bits_are_not_narrowed(tmp_path):
     path = tmp_path / "x.safetensors"
     arrays = {"v": np.array([2**62 + 1, 2**33]), "w": np.array([1e-300, np.pi]), "s": np.array(0.1)}
@@ -1319,6 +1342,19 @@ def test_safetensors_are_never_cast(tmp_path):
         load_safetensors(path, {})
     with pytest.raises(jaxmp.errors.CheckpointError, match="'w' is int4, which safetensors"):
         save_safetensors(path, {"w": jnp.ones(2, jnp.int4)})
+    with pytest.raises(jaxmp.errors.CheckpointError, match=r"'w' cannot .*random\.key_data"):
+        save_safetensors(path, {"w": jax.random.key(0)})
+    for metadata in ({"step": 1}, ["step"]):  # with which other programs could not read the file
+        with pytest.raises(jaxmp.errors.CheckpointError, match="must map strings to strings"):
+            save_safetensors(path, {"w": jnp.ones(2)}, metadata)
+    with pytest.raises(jaxmp.errors.CheckpointError, match="Rename the parameter '__metadata__'"):
+        save_safetensors(path, {"__metadata__": jnp.ones(2)})
+    with pytest.raises(jaxmp.errors.CheckpointError, match=r"none.*os\.makedirs") as error:
+        save_safetensors(tmp_path / "none" / "w", {"w": jnp.ones(2)})
+    exec(re.search(r"os\.makedirs\(.*\)", str(error.value))[0])
+    save_safetensors(tmp_path / "none" / "w", {"w": jnp.ones(2)})
+    with pytest.raises(jaxmp.errors.CheckpointError, match=r"cannot be read: .*No such file"):
+        load_safetensors(tmp_path / "missing")
     path.write_bytes(path.read_bytes()[:-1])
     with pytest.raises(jaxmp.errors.CheckpointError, match="the data of 'w' is truncated"):
         load_safetensors(path)

@@ -102,7 +102,7 @@ class Checkpointer:
             )
         try:
             path = epath.Path(directory).expanduser()
-        except TypeError:
+        except (TypeError, KeyError):  # KeyError: a scheme that etils does not know
             raise CheckpointError(
                 f"directory={directory!r} is not a path. Name the directory of a run, such as "
                 "Checkpointer('runs/first')."
