@@ -129,6 +129,15 @@ def test_every_kind_of_leaf_comes_back_exactly(abstract, tmp_path):
     assert checkpointer.verify() == info
 
 
+def test_arrays_of_64_bits_are_not_narrowed(tmp_path):
+    values = {"a": np.array([1 / 3])}
+    checkpointer = save(tmp_path, values, FP32)
+    with pytest.raises(jaxmp.errors.CheckpointError, match="'a' of the state is float64") as error:
+        checkpointer.restore({"a": jax.ShapeDtypeStruct((1,), np.float64)})
+    fix = re.search(r"np\.zeros\(.*\)", str(error.value))[0]
+    assert same(checkpointer.restore({"a": eval(fix)}), values)
+
+
 def test_a_training_goes_on_with_its_loss_scale_and_counters(tmp_path):
     state = make_state("fp16_params")
     grads = jax.tree.map(lambda p: jnp.full_like(p, jnp.inf, jnp.float32), state.params)

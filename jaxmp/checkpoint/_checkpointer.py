@@ -76,7 +76,7 @@ class Checkpointer:
     Args:
       directory: directory of the run; each step has a subdirectory. It is created by `save`.
       keep: number of steps to keep, those that were saved last; others are deleted after a newer
-        one is complete. None: all.
+        one is complete. Steps that jaxmp did not write are kept. None: all.
 
     Raises:
       CheckpointError: for an argument that is not allowed, or if `directory` is a file.
@@ -395,7 +395,7 @@ class Checkpointer:
         if not rows and manifest.is_of(wanted):
             return plan_copy(source, target)
         before = f"under the recipe {manifest.recipe.name!r}"
-        after = f"the recipe {wanted.name!r}" if wanted is not None else "another precision"
+        after = f"the recipe {wanted.name!r}" if wanted is not None else "other leaves"
         head = f"Step {manifest.step} was written {before} (master layout: {source.layout})"
         tail = f"{after} (master layout: {target.layout})"
         try:
