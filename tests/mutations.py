@@ -1726,8 +1726,8 @@ MUTATIONS = [
     Mutation(
         "the checksums of files are not compared when a checkpoint is restored",
         "jaxmp/checkpoint/_checkpointer.py",
-        "        if verify:\n            self._verify_files(directory, manifest, step)\n",
-        "        if not verify:\n            self._verify_files(directory, manifest, step)\n",
+        "        if verify:\n            self._verify_files(directory, manifest)\n",
+        "        if not verify:\n            self._verify_files(directory, manifest)\n",
         ("test_checkpoint.py::test_damage_to_any_file_is_refused_by_its_name",),
     ),
     Mutation(
@@ -1743,6 +1743,34 @@ MUTATIONS = [
         "key=lambda step: (before.get(step, len(before)), step)",
         "key=lambda step: step",
         ("test_checkpoint.py::test_the_steps_that_were_saved_last_are_kept",),
+    ),
+    Mutation(
+        "directories that jaxmp did not write are deleted",
+        "jaxmp/checkpoint/_writer.py",
+        "return path.exists() and not has_manifest(path / ITEM)",
+        "return False",
+        ("test_checkpoint.py::test_directories_that_jaxmp_did_not_write_are_kept",),
+    ),
+    Mutation(
+        "PRNG keys that orbax wrote are not read",
+        "jaxmp/checkpoint/_foreign.py",
+        "return (value.shape, value.dtype) == (stored.shape, stored.dtype)",
+        "return False",
+        ("test_checkpoint.py::test_an_nnx_run_with_a_text_goes_on_under_a_recipe",),
+    ),
+    Mutation(
+        "a migration is advised that would be refused",
+        "jaxmp/checkpoint/_checkpointer.py",
+        "plan, advice = None, str(refusal)",
+        'plan, advice = None, "restore(state, recipe=recipe, migrate=True)"',
+        ("test_checkpoint.py::test_another_model_or_optimizer_is_refused",),
+    ),
+    Mutation(
+        "64 bits become 32 bits when they are restored",
+        "jaxmp/checkpoint/_handler.py",
+        "jax.dtypes.canonicalize_dtype(leaf.dtype) != leaf.dtype",
+        "jax.dtypes.canonicalize_dtype(leaf.dtype) is None",
+        ("test_checkpoint.py::test_arrays_of_64_bits_are_not_narrowed",),
     ),
     Mutation(
         "a save is not finished when the program ends",

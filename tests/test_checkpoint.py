@@ -126,6 +126,15 @@ def test_every_kind_of_leaf_comes_back_exactly(abstract, tmp_path):
     assert checkpointer.verify() == info
 
 
+def test_arrays_of_64_bits_are_not_narrowed(tmp_path):
+    values = {"a": np.array([1 / 3])}
+    checkpointer = save(tmp_path, values, FP32)
+    with pytest.raises(CheckpointError, match="'a' of the state is float64") as error:
+        checkpointer.restore({"a": jax.ShapeDtypeStruct((1,), np.float64)})
+    fix = re.search(r"np\.zeros\(.*\)", str(error.value))[0]
+    assert same(checkpointer.restore({"a": eval(fix)}), values)
+
+
 def test_a_training_goes_on_with_its_loss_scale_and_counters(tmp_path):
     state = make_state("fp16_params")
     grads = jax.tree.map(lambda p: jnp.full_like(p, jnp.inf, jnp.float32), state.params)
@@ -405,12 +414,23 @@ def test_lossy_is_not_advised_where_masters_would_be_lost(tmp_path):
     assert "lossy" not in str(error.value)
 
 
-def test_another_model_or_optimizer_is_refused(tmp_path):
-    checkpointer = save(tmp_path, make_state(inner=optax.sgd))
+@pytest.mark.parametrize("migrate", [False, True, "lossy"])
+def test_another_model_or_optimizer_is_refused(migrate, tmp_path):
+    state = make_state(inner=optax.sgd)
+    restore = functools.partial(save(tmp_path, state).restore, migrate=migrate)
     with pytest.raises(CheckpointError, match=r"requires 'opt_state/.*count'.*no such leaf"):
-        checkpointer.restore(make_state(), migrate="lossy")
+        restore(make_state())
     with pytest.raises(CheckpointError, match=r"bfloat16\[4,3\] at 'params/dense/kernel'"):
-        checkpointer.restore(make_state(inner=optax.sgd, size=5), migrate="lossy")
+        restore(make_state(inner=optax.sgd, size=5))
+    names = {"dense1": {"kernel": jnp.ones((4, 3))}, "norm": {"scale": jnp.ones(3)}}
+    renamed = jaxmp.TrainState.create(apply_fn=None, params=names, tx=state.tx)
+    with pytest.raises(CheckpointError, match="no parameter 'dense1:kernel'") as error:
+        restore(renamed)
+    assert "migrate=True" not in str(error.value)
+    fix = re.search(r"restore\(\{.*\)", str(error.value))[0]
+    restored = eval(fix, {"restore": Checkpointer(tmp_path).restore, "jnp": jnp})
+    kernel = jaxmp.get_master_params(state)["dense"]["kernel"]
+    assert same(restored, {"dense": {"kernel": kernel}})
 
 
 def test_float16_must_hold_the_parameters(tmp_path):
@@ -525,6 +545,20 @@ def test_the_step_before_a_damaged_one_is_named(tmp_path):
     assert same(checkpointer.restore(make_state(seed=1), step=0), make_state())
 
 
+def test_a_copied_step_is_restored_and_not_written_to(tmp_path):
+    save(tmp_path / "run", make_state(), step=3)
+    shutil.copytree(tmp_path / "run" / "3", tmp_path / "best")
+    for directory in (tmp_path / "best", tmp_path / "best" / "state"):
+        copied = Checkpointer(directory)
+        assert copied.describe().step == 3
+        assert same(copied.restore(make_state(seed=1), recipe=BF16_PARAMS), make_state())
+        with pytest.raises(CheckpointError, match="is a step of a run"):
+            copied.save(4, make_state(), recipe=BF16_PARAMS)
+    next((tmp_path / "best" / "state" / "d").iterdir()).unlink()
+    with pytest.raises(CheckpointError, match=r"is missing\.$"):
+        Checkpointer(tmp_path / "best").restore(make_state())
+
+
 WRITER = """
 import itertools, sys, jax.numpy as jnp
 from jaxmp.checkpoint import Checkpointer
@@ -632,6 +666,34 @@ def test_states_of_jaxmp_that_orbax_wrote_are_migrated(source, tmp_path, capsys)
     restored = checkpointer.restore(make_state(seed=1), recipe=BF16_PARAMS, migrate=True)
     assert "written by orbax" in capsys.readouterr().out
     assert same(jaxmp.get_master_params(restored), jaxmp.get_master_params(state))
+
+
+class NoisyModel(nnx.Module):
+    def __init__(self, rngs):
+        self.dense = nnx.Linear(3, 4, rngs=rngs)
+        self.dropout = nnx.Dropout(0.5, rngs=rngs)
+        # A parameter with the name of the field that a Variable has in checkpoints.
+        self.value = nnx.Param(rngs.params.normal((2,)))
+
+
+def test_an_nnx_run_with_a_text_goes_on_under_a_recipe(tmp_path):
+    inner = optax.sgd(1e-2, momentum=0.9)
+    model = NoisyModel(nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, inner, wrt=nnx.Param)
+    with jax.numpy_dtype_promotion("standard"):
+        optimizer.update(model, jax.tree.map(jnp.ones_like, nnx.state(model, nnx.Param)))
+    run = {"model": nnx.state(model), "optimizer": nnx.state(optimizer), "name": "first"}
+    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as writer:
+        writer.save(tmp_path / "run", args=ocp.args.PyTreeSave(run))
+
+    other = BF16_PARAMS.wrap(NoisyModel(nnx.Rngs(1)))
+    trained = jaxmp.nnx.Optimizer(other, BF16_PARAMS.optimizer(inner))
+    like = {"model": other, "optimizer": trained}
+    Checkpointer(tmp_path / "run").restore(like, recipe=BF16_PARAMS, migrate=True)
+    assert same(jaxmp.get_master_params(trained), nnx.as_pure(nnx.state(model, nnx.Param)))
+    moments, expected = (optax.tree.get(x.opt_state, "trace") for x in (trained, optimizer))
+    assert same(nnx.as_pure(moments), nnx.as_pure(expected))
+    assert jnp.array_equal(other.dropout.rngs(), model.dropout.rngs())
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -806,6 +868,17 @@ def test_the_steps_that_were_saved_last_are_kept(order, reopened, tmp_path):
         assert Path(row.filename) == Path(__file__)
 
 
+def test_directories_that_jaxmp_did_not_write_are_kept(tmp_path):
+    (tmp_path / "2025").mkdir()
+    write_orbax(tmp_path, make_state()).rename(tmp_path / "1")
+    (tmp_path / "3").write_text("")
+    with Checkpointer(tmp_path, keep=1) as checkpointer:
+        for step in (2026, 2027):
+            checkpointer.save(step, make_state(), recipe=BF16_PARAMS)
+    assert checkpointer.all_steps() == [1, 2025, 2027]
+    assert (tmp_path / "3").exists()
+
+
 @pytest.mark.filterwarnings("ignore:.*rolled back")
 def test_all_steps_of_a_rolled_back_run_are_kept_without_a_number(tmp_path):
     for step in (8, 9, 5):
@@ -975,12 +1048,21 @@ def test_objects_of_one_process_may_save_into_one_directory(tmp_path):
     assert sorted(os.listdir(tmp_path)) == ["4", "5"]
 
 
+def deleted(state):
+    jax.tree.map(lambda leaf: leaf.delete(), state)
+    return state
+
+
 @pytest.mark.parametrize(
     ("call", "message"),
     [
         (lambda c, s: Checkpointer("x", keep=0), "keep=0 is not"),
         (lambda c, s: c.save(-1, s, recipe="fp32"), "step=-1"),
         (lambda c, s: c.save(1.5, s, recipe="fp32"), "step=1.5"),
+        (lambda c, s: c.save(jnp.arange(2), s, recipe="fp32"), "step=Array"),
+        (lambda c, s: c.restore(s, step="1"), "step='1'"),
+        (lambda c, s: Checkpointer("file:///x"), "directory='file:///x' is not a path"),
+        (lambda c, s: Checkpointer(None), r"directory=None .*Checkpointer\('runs/first'\)"),
         (
             lambda c, s: c.save(1, s, recipe="fp32", extra={"a": {3: 1}}),
             "the key 3 is not a string",
@@ -994,6 +1076,8 @@ def test_objects_of_one_process_may_save_into_one_directory(tmp_path):
         (lambda c, s: c.save(1, {"a/b": 1, "a": {"b": 2}}, recipe="fp32"), "Rename one"),
         (lambda c, s: c.save(1, {}, recipe="fp32"), "contains no array"),
         (lambda c, s: c.save(1, jax.eval_shape(lambda: s), recipe="fp32"), "abstract state"),
+        (lambda c, s: c.save(1, deleted(s), recipe="fp32"), "'a' of the state was deleted"),
+        (lambda c, s: jax.jit(lambda s: c.save(1, s, recipe="fp32"))(s), "'a' of the .* is traced"),
         (lambda c, s: c.restore(s, migrate="yes"), "Allowed: False, True and 'lossy'"),
     ],
 )
@@ -1172,6 +1256,17 @@ def test_safetensors_of_others_are_read(tmp_path):
     assert loaded["a"]["b"].dtype == jnp.bfloat16
 
 
+def test_safetensors_with_a_name_that_continues_another_are_not_nested(tmp_path):
+    path = tmp_path / "params.safetensors"
+    arrays = {"a": np.ones(2), "a-b": np.ones(1), "a.b": np.zeros(2)}
+    safetensors.numpy.save_file(arrays, path)
+    with pytest.raises(CheckpointError, match="has a parameter 'a'") as error:
+        load_safetensors(path)
+    fix = re.search(r"safetensors\.numpy.*\)", str(error.value))[0]
+    assert same(eval(fix), arrays)
+    assert same(load_safetensors(path, arrays), arrays)
+
+
 def test_safetensors_of_64_bits_are_not_narrowed(tmp_path):
     path = tmp_path / "x.safetensors"
     arrays = {"v": np.array([2**62 + 1, 2**33]), "w": np.array([1e-300, np.pi]), "s": np.array(0.1)}
@@ -1217,6 +1312,19 @@ def test_safetensors_are_never_cast(tmp_path):
         load_safetensors(path, {})
     with pytest.raises(CheckpointError, match="'w' is int4, which safetensors"):
         save_safetensors(path, {"w": jnp.ones(2, jnp.int4)})
+    with pytest.raises(CheckpointError, match=r"'w' cannot .*random\.key_data"):
+        save_safetensors(path, {"w": jax.random.key(0)})
+    for metadata in ({"step": 1}, ["step"]):  # with which other programs could not read the file
+        with pytest.raises(CheckpointError, match="must map strings to strings"):
+            save_safetensors(path, {"w": jnp.ones(2)}, metadata)
+    with pytest.raises(CheckpointError, match="Rename the parameter '__metadata__'"):
+        save_safetensors(path, {"__metadata__": jnp.ones(2)})
+    with pytest.raises(CheckpointError, match=r"none.*os\.makedirs") as error:
+        save_safetensors(tmp_path / "none" / "w", {"w": jnp.ones(2)})
+    exec(re.search(r"os\.makedirs\(.*\)", str(error.value))[0])
+    save_safetensors(tmp_path / "none" / "w", {"w": jnp.ones(2)})
+    with pytest.raises(CheckpointError, match=r"cannot be read: .*No such file"):
+        load_safetensors(tmp_path / "missing")
     path.write_bytes(path.read_bytes()[:-1])
     with pytest.raises(CheckpointError, match="the data of 'w' is truncated"):
         load_safetensors(path)

@@ -70,6 +70,15 @@ def test_optimizers_of_optax_train_with_16_bit_moments(name):
     np.testing.assert_allclose(losses[-1] - losses[0], expected[-1] - expected[0], rtol=0.05)
 
 
+def test_a_scalar_parameter_has_16_bit_moments():
+    params, gradients = jnp.ones(()), jnp.full((), 0.1)
+    tx = moment_dtype(optax.adam(1e-2))
+    _, state = jax.jit(tx.update)(gradients, tx.init(params), params)
+    second_moment = optax.tree.get(state, "nu")
+    assert second_moment.dtype == jnp.bfloat16
+    np.testing.assert_allclose(second_moment, 0.001 * 0.1**2, rtol=2**-7)  # of bfloat16
+
+
 @pytest.mark.parametrize("b2", [0.95, 0.999])
 def test_second_moments_neither_stall_nor_drift(b2, monkeypatch):
     """Gradients shrink tenfold: an average that is rounded to nearest remains too large."""

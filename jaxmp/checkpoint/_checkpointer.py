@@ -76,7 +76,7 @@ class Checkpointer:
     Args:
       directory: directory of the run; each step has a subdirectory. It is created by `save`.
       keep: number of steps to keep, those that were saved last; others are deleted after a newer
-        one is complete. None: all.
+        one is complete. Steps that jaxmp did not write are kept. None: all.
 
     Raises:
       CheckpointError: for an argument that is not allowed, or if `directory` is a file.
@@ -100,7 +100,13 @@ class Checkpointer:
                 f"keep={keep!r} is not a number of steps. Give a positive integer, such as keep=3, "
                 "or None to keep all steps."
             )
-        path = epath.Path(directory).expanduser()
+        try:
+            path = epath.Path(directory).expanduser()
+        except (TypeError, KeyError):  # KeyError: a scheme that etils does not know
+            raise CheckpointError(
+                f"directory={directory!r} is not a path. Name the directory of a run, such as "
+                "Checkpointer('runs/first')."
+            ) from None
         path = path if path.is_absolute() else epath.Path(os.getcwd()) / path
         if path.exists() and not path.is_dir():
             raise CheckpointError(
@@ -273,11 +279,11 @@ class Checkpointer:
         if wanted is not None:
             check_made_with(flat.description, wanted, "state_like")
         step, directory = self._find(step)
-        if step is None or not _manifest.has_manifest(directory):
+        if not _manifest.has_manifest(directory):
             return self._restore_foreign(flat, step, wanted, migrate, params)
         manifest = _manifest.read_manifest(directory)
         if verify:
-            self._verify_files(directory, manifest, step)
+            self._verify_files(directory, manifest)
         if only:
             plan = plan_parameters(manifest.description, flat.description, params)
         else:
@@ -329,12 +335,14 @@ class Checkpointer:
     def _find(self, step: int | None) -> tuple[int | None, epath.Path]:
         """Returns a step, or None for a checkpoint that has none, and the directory of its data."""
         steps = self.all_steps()
-        step = self.latest_step() if step is None else step
+        step = self.latest_step() if step is None else _manifest.as_step(step)
         if step not in steps and _foreign.find_checkpoint(self._directory, step) is None:
             listed = f"the steps {', '.join(map(str, steps))}" if steps else "no step"
             missing = "a checkpoint" if step is None else f"step {step}"
             raise CheckpointError(f"{self._directory} does not contain {missing}. It has {listed}.")
-        return step, self._directory if step is None else self._path(step) / _handler.ITEM
+        directory = (self._directory if step is None else self._path(step)) / _handler.ITEM
+        # Without a step, the directory of the run is that of a step, or of the data itself.
+        return step, directory if directory.exists() or step is not None else self._directory
 
     def _path(self, step: int) -> epath.Path:
         return self._directory / str(step)
@@ -352,16 +360,22 @@ class Checkpointer:
     def _open_for_writing(self, step: int) -> _writer.Writer:
         if self._writer is None:
             _writer.check_directory(self._directory)
+            parts = (self._directory, self._directory / _handler.ITEM)
+            if any(map(_manifest.has_manifest, parts)):
+                raise CheckpointError(
+                    f"{self._directory} is a step of a run, or its data. Save into the directory "
+                    "of a run: Checkpointer('runs/first')."
+                )
             with _writer.explain_errors(self._directory, step):
                 self._writer = _writer.Writer(self._directory, self._keep)
         return self._writer
 
-    def _verify_files(self, directory: epath.Path, manifest: Manifest, step: int) -> None:
+    def _verify_files(self, directory: epath.Path, manifest: Manifest) -> None:
         try:
             _manifest.check_files(directory, manifest)
         except CheckpointError as error:
-            steps = _writer.saved_order(self._directory, {*self.all_steps(), step})
-            earlier = steps[: steps.index(step)]
+            steps = _writer.saved_order(self._directory, {*self.all_steps(), manifest.step})
+            earlier = steps[: steps.index(manifest.step)]
             hint = (
                 f" Restore an earlier step: restore(state, step={earlier[-1]})." if earlier else ""
             )
@@ -381,19 +395,22 @@ class Checkpointer:
         if not rows and manifest.is_of(wanted):
             return plan_copy(source, target)
         before = f"under the recipe {manifest.recipe.name!r}"
-        after = f"the recipe {wanted.name!r}" if wanted is not None else "another precision"
+        after = f"the recipe {wanted.name!r}" if wanted is not None else "other leaves"
         head = f"Step {manifest.step} was written {before} (master layout: {source.layout})"
         tail = f"{after} (master layout: {target.layout})"
-        if not migrate:
+        try:
+            plan = plan_migration(source, target, initial_scale(wanted), params)
+            advice = "Convert it deliberately: restore(state, recipe=recipe, migrate=True)."
+        except CheckpointError as refusal:
+            if migrate:
+                raise
+            plan, advice = None, str(refusal)
+        if plan is None or not migrate:
             lines = rows[:_LISTED]
             if len(rows) > _LISTED:
                 lines.append(f"... and {len(rows) - _LISTED} more leaves")
             listed = "".join(f"\n  {line}" for line in lines) or " Their leaves are the same."
-            raise CheckpointError(
-                f"{head}, and the state to restore has {tail}.{listed}\n"
-                "Convert it deliberately: restore(state, recipe=recipe, migrate=True)."
-            )
-        plan = plan_migration(source, target, initial_scale(wanted), params)
+            raise CheckpointError(f"{head}, and the state to restore has {tail}.{listed}\n{advice}")
         _announce(f"{head}; migration to {tail}:", plan, migrate)
         return plan
 

@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import numpy as np
 import optax
+from jax.core import Tracer
 
 from jaxmp import _core
 from jaxmp._core import PyTree
@@ -161,6 +162,7 @@ def flatten_state(state: PyTree, *, by_values: bool = False) -> FlatState:
 
     arrays, treedef = jax.tree_util.tree_flatten_with_path(with_nodes(_nnx_nodes.pure_state))
     rows = _named(arrays)
+    _check_values(rows, are_read=by_values)
 
     def rebuild(values: list[Any]) -> PyTree:
         parts = iter(outer_def.flatten_up_to(treedef.unflatten(values)))
@@ -182,6 +184,23 @@ def flatten_state(state: PyTree, *, by_values: bool = False) -> FlatState:
     models = {"/".join(path): "/".join(model) for path, model in _nnx_nodes.trained_models(nodes)}
     description = _describe(rows, typed, roles, values, models)
     return FlatState([value for _, value in rows], description, rebuild)
+
+
+def _check_values(rows: list[tuple[_core.Path, Any]], *, are_read: bool) -> None:
+    """Refuses traced arrays, and to read the values of deleted ones."""
+    for names, value in rows:
+        if isinstance(value, Tracer):
+            raise CheckpointError(
+                f"Leaf {'/'.join(names)!r} of the state is traced, because save or restore was "
+                "called inside of a function that jax.jit compiles. Call it outside: "
+                "state = train_step(state, batch); checkpointer.save(step, state, recipe=recipe)."
+            )
+        if are_read and isinstance(value, jax.Array) and value.is_deleted():
+            raise CheckpointError(
+                f"Leaf {'/'.join(names)!r} of the state was deleted, because it was donated to a "
+                "compiled function. Save the state that the function returned: "
+                "state = train_step(state, batch); checkpointer.save(step, state, recipe=recipe)."
+            )
 
 
 def _named(flat: list[tuple[Any, Any]]) -> list[tuple[_core.Path, Any]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import re
 import sys
@@ -23,6 +24,7 @@ from jaxmp.checkpoint._description import (
     Scale,
     is_below,
 )
+from jaxmp.checkpoint._handler import stored_shape
 from jaxmp.errors import CheckpointError
 from jaxmp.optim import _roles
 
@@ -126,17 +128,19 @@ def read(location: ForeignCheckpoint, target: Description) -> Stored:
         for names, value in _core.leaves_with_path(tree)
         if isinstance(value, (np.ndarray, np.generic, jax.Array, bool, int, float, complex))
     }
-    values = _with_our_scale(values, target)
+    values = _with_our_scale(_without_boxes(values, target), target)
     return Stored(_infer(values, target), values)
 
 
 def _read_orbax(location: ForeignCheckpoint) -> Any:
     handler = ocp.PyTreeCheckpointHandler()
     tree = handler.metadata(location.path).tree
-    as_numpy = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), tree)
+    # Orbax reads texts, which have no shape, only as texts.
+    array, text = ocp.RestoreArgs(restore_type=np.ndarray), ocp.RestoreArgs()
+    restore_args = jax.tree.map(lambda leaf: array if hasattr(leaf, "shape") else text, tree)
     with ocp.Checkpointer(handler) as checkpointer:
         return checkpointer.restore(
-            location.path, args=ocp.args.PyTreeRestore(restore_args=as_numpy)
+            location.path, args=ocp.args.PyTreeRestore(restore_args=restore_args)
         )
 
 
@@ -148,6 +152,30 @@ def _read_flax(location: ForeignCheckpoint) -> Any:
     if not isinstance(tree, dict):
         raise CheckpointError(f"{location.path} is not a checkpoint of flax.training.checkpoints.")
     return tree
+
+
+_BOX_FIELD = "value"
+
+
+def _without_boxes(values: dict[str, np.ndarray], target: Description) -> dict[str, np.ndarray]:
+    """Omits the field that boxes of Flax, such as `nnx.Variable`, add at the end of paths.
+
+    A leaf of that name is no box if it has siblings, or if the state has such a leaf, too.
+    """
+    own = {leaf.names[-2:] for leaf in target.leaves}
+    prefixes = ("/".join(names[:end]) for names in map(_split, values) for end in range(len(names)))
+    leaves_below = collections.Counter(prefixes)
+
+    def unboxed(path: str) -> str:
+        parent, _, name = path.rpartition("/")
+        is_box = name == _BOX_FIELD and leaves_below[parent] == 1
+        return parent if parent and is_box and _split(path)[-2:] not in own else path
+
+    return {unboxed(path): value for path, value in values.items()}
+
+
+def _split(path: str) -> _core.Path:
+    return tuple(path.split("/"))
 
 
 # Ends of the paths under which jmp and Flax store a dynamic loss scale -> our names of its leaves.
@@ -198,12 +226,21 @@ def _infer(values: dict[str, np.ndarray], target: Description) -> Description:
             roles[leaf.path] = leaf.role
     is_fp8 = lambda path: _roles.FP8 in map(_roles.COLLECTIONS.get, path.split("/"))
     roles |= dict.fromkeys(filter(is_fp8, values), _roles.FP8)
+    keys = {leaf.path: leaf for leaf in target.leaves if leaf.is_key}
     leaves = tuple(
-        Leaf(path, jnp.dtype(value.dtype).name, value.shape, roles.get(path, _roles.OTHER))
+        keys[path]
+        if path in keys and _holds_key(value, keys[path])
+        else Leaf(path, jnp.dtype(value.dtype).name, value.shape, roles.get(path, _roles.OTHER))
         for path, value in values.items()
     )
     optimizers = target.optimizers if masters else ()
     return Description(leaves, tuple(masters), scales, optimizers)
+
+
+def _holds_key(value: np.ndarray, key: Leaf) -> bool:
+    """Returns True for an array of integers that are the data of PRNG keys like that leaf."""
+    stored = stored_shape(key)
+    return (value.shape, value.dtype) == (stored.shape, stored.dtype)
 
 
 def _infer_masters(row: Masters, values: dict[str, np.ndarray]) -> Masters | None:

@@ -281,6 +281,8 @@ def make_leaves(plan: Plan, stored: Description, flat: FlatState, read: Reader) 
       read: function that reads leaves of the checkpoint.
     """
     source = stored.by_path
+    for leaf, value in zip(flat.description.leaves, flat.values, strict=True):
+        _check_width(leaf, value)
     placements: dict[str, Any] = {}
     for action, value in zip(plan.actions, flat.values, strict=True):
         for path in action.sources:
@@ -290,6 +292,19 @@ def make_leaves(plan: Plan, stored: Description, flat: FlatState, read: Reader) 
     values = _read_leaves([(source[p], s) for p, s in placements.items()], read)
     rows = zip(plan.actions, flat.description.leaves, flat.values, strict=True)
     return [_finish(leaf, _make(action, leaf, values, v), v) for action, leaf, v in rows]
+
+
+def _check_width(leaf: Leaf, value: object) -> None:
+    """Refuses 64 bits where JAX would silently convert them to 32."""
+    is_array = not leaf.is_key and leaf.dtype not in PYTHON_NUMBERS
+    if not is_array or isinstance(value, (np.ndarray, np.generic)):
+        return
+    if jax.dtypes.canonicalize_dtype(leaf.dtype) != leaf.dtype:
+        raise CheckpointError(
+            f"Leaf {leaf.path!r} of the state is {leaf.dtype}, which JAX would convert to 32 bits. "
+            "Turn on its 64-bit mode, jax.config.update('jax_enable_x64', True), or pass an array "
+            f"of NumPy: np.zeros({leaf.shape}, {leaf.dtype!r})."
+        )
 
 
 def placement(value: object) -> jax.sharding.Sharding | None:

@@ -262,7 +262,8 @@ def describe_manifest(path: epath.Path, manifest: Manifest) -> CheckpointInfo:
 
 def as_step(step: ArrayLike) -> int:
     """Converts the number of a step to an integer."""
-    number = step if isinstance(step, int) else np.asarray(step).item()
+    array = np.asarray(step)
+    number = array.item() if array.size == 1 else None
     if not isinstance(number, int) or isinstance(number, bool) or number < 0:
         raise CheckpointError(f"step={step!r} is not the number of a step: 0, 1, 2, ...")
     return number

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import difflib
 from collections.abc import Mapping
 from typing import Any, TypeAlias
 
@@ -23,7 +24,7 @@ from jaxmp.checkpoint._description import (
 )
 from jaxmp.checkpoint._settle import Declared, declare, place_parameters, settle
 from jaxmp.errors import CheckpointError
-from jaxmp.optim._roles import COUNTER, FP8, LOSS_SCALE, MASTER, REMAINDER
+from jaxmp.optim._roles import COUNTER, FP8, LOSS_SCALE, MASTER, PARAMETER, REMAINDER
 
 # First values of new counters; all others start at 0.
 _FIRST_VALUES = {"last_finite": True, "fits": True}
@@ -377,7 +378,22 @@ class _Migration:
         return CheckpointError(
             f"The checkpoint cannot be migrated: the state requires {leaf.path!r} ({leaf}), and "
             f"{reason}. A migration converts between precisions; build the state with the model "
-            "and the optimizer of the run that wrote the checkpoint."
+            f"and the optimizer of the run that wrote the checkpoint{self._other_fix(leaf)}."
+        )
+
+    def _other_fix(self, leaf: Leaf) -> str:
+        """Returns how to read a parameter by its name in the checkpoint; "" for foreign ones."""
+        names = [x.path for x in self._source.leaves if x.role == PARAMETER]
+        similar = difflib.get_close_matches(leaf.path, names, n=1, cutoff=0)
+        if not similar:
+            return ""
+        parameter = self._parameters[similar[0]][1]
+        tree: Any = f"jnp.zeros({self._stored[similar[0]].shape})"
+        for name in reversed(parameter.path.replace(":", "/").lstrip("/").split("/")):
+            tree = f"{{{name!r}: {tree}}}"
+        return (
+            ", or read parameters by their names in the checkpoint, such as "
+            f"restore({tree}, only='params')"
         )
 
 

@@ -7,9 +7,10 @@ part of the package reads neither float8 nor int4, and its lower level changes b
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,8 @@ _DTYPES = {
     "C64": "complex64",
 }
 _NAMES = {name: key for key, name in _DTYPES.items()}
+# Entry of the header that is no tensor.
+_METADATA = "__metadata__"
 _LARGEST_HEADER = 100_000_000
 _ALIGNMENT = 8
 
@@ -62,7 +65,8 @@ def save_safetensors(
       metadata: strings to store in the header.
 
     Raises:
-      CheckpointError: for a dtype that the format does not have, and for repeated names.
+      CheckpointError: for a dtype that the format does not have, for repeated names, for metadata
+        that are not strings, and if the file cannot be written.
 
     Example:
       >>> save_safetensors("params.safetensors", {"w": jnp.ones(2, jnp.bfloat16)})
@@ -73,13 +77,18 @@ def save_safetensors(
     for name, value in _named_leaves(params):
         if name in arrays:
             raise CheckpointError(f"Two parameters have the name {name!r} in safetensors.")
-        arrays[name] = np.asarray(value)
+        if name == _METADATA:
+            raise CheckpointError(f"Rename the parameter {name!r}: safetensors has no such tensor.")
+        try:
+            arrays[name] = np.asarray(value)
+        except TypeError as error:  # PRNG keys
+            raise CheckpointError(f"Parameter {name!r} cannot be written: {error}") from error
         if arrays[name].dtype.name not in _NAMES:
             raise CheckpointError(
                 f"Parameter {name!r} is {arrays[name].dtype.name}, which safetensors does not "
                 f"have. It has: {', '.join(_NAMES)}."
             )
-    header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+    header: dict[str, Any] = {_METADATA: _checked_metadata(metadata)} if metadata else {}
     offset = 0
     # The safetensors package requires tensors ordered by element size, for alignment.
     order = sorted(arrays, key=lambda name: (-arrays[name].dtype.itemsize, name))
@@ -94,11 +103,29 @@ def save_safetensors(
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % _ALIGNMENT)
     temporary = Path(f"{os.fspath(path)}.tmp-{os.getpid()}")
-    with temporary.open("wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        for name in order:
-            file.write(np.ascontiguousarray(arrays[name]).tobytes())
-    temporary.replace(path)
+    try:
+        with temporary.open("wb") as file:
+            file.write(len(text).to_bytes(8, "little") + text)
+            for name in order:
+                file.write(np.ascontiguousarray(arrays[name]).tobytes())
+        temporary.replace(path)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+        raise CheckpointError(
+            f"{path} cannot be written: {error}. Its directory must exist, and have space: "
+            f"os.makedirs({str(temporary.parent)!r}, exist_ok=True)."
+        ) from error
+
+
+def _checked_metadata(metadata: Mapping[str, str]) -> dict[str, str]:
+    """Returns a copy of metadata; refuses values with which no program reads the file."""
+    rows = metadata.items() if isinstance(metadata, Mapping) else [(metadata, metadata)]
+    if not all(isinstance(name, str) and isinstance(value, str) for name, value in rows):
+        raise CheckpointError(
+            f"metadata={metadata!r} must map strings to strings, such as {{'step': '100'}}."
+        )
+    return dict(metadata)
 
 
 def load_safetensors(path: str | os.PathLike[str], like: PyTree | None = None) -> PyTree:
@@ -115,8 +142,8 @@ def load_safetensors(path: str | os.PathLike[str], like: PyTree | None = None) -
       arrays of 64 bits if JAX's 64-bit mode is off, are NumPy arrays.
 
     Raises:
-      CheckpointError: for a damaged file; and naming the first parameter that is missing, or has
-        another shape or dtype than in `like`. Nothing is cast.
+      CheckpointError: for a missing or damaged file; and naming the first parameter that is
+        missing, or has another shape or dtype than in `like`. Nothing is cast.
 
     Example:
       >>> save_safetensors("model.safetensors", {"dense": {"kernel": jnp.ones((2, 3))}})
@@ -124,8 +151,12 @@ def load_safetensors(path: str | os.PathLike[str], like: PyTree | None = None) -
       >>> load_safetensors("model.safetensors", like)["dense"]["kernel"].shape
       (2, 3)
     """
-    arrays = _read(Path(path))
+    try:
+        arrays = _read(Path(path))
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error}.") from error
     if like is None:
+        _check_nested(path, arrays)
         placed = {name: _placed(x, None) for name, x in arrays.items()}
         return ocp.tree.from_flat_dict(placed, sep=".")
     placed = []
@@ -149,6 +180,17 @@ def load_safetensors(path: str | os.PathLike[str], like: PyTree | None = None) -
         treedef = jax.tree.structure(_nnx_nodes.pure_state(like))
         return _nnx_nodes.update(like, treedef.unflatten(placed))
     return jax.tree.structure(like).unflatten(placed)
+
+
+def _check_nested(path: str | os.PathLike[str], names: Collection[str]) -> None:
+    """Refuses names that nested dicts cannot have, because one continues another."""
+    dicts = {name[:end] for name in names for end, letter in enumerate(name) if letter == "."}
+    for name in dicts.intersection(names):
+        raise CheckpointError(
+            f"{path} has a parameter {name!r}, and others whose names continue it, which nested "
+            "dicts cannot have. Read a flat dict: "
+            f"safetensors.numpy.load_file({os.fspath(path)!r})."
+        )
 
 
 def _placed(array: np.ndarray, value: object) -> Any:
@@ -195,7 +237,7 @@ def _read_file(path: Path) -> dict[str, np.ndarray]:
             # Pages of a mapped file are read when a parameter is used, and can be dropped again.
             is_empty = file.tell() == path.stat().st_size
             data = b"" if is_empty else np.memmap(file, np.uint8, "r", offset=file.tell())
-        header.pop("__metadata__", None)
+        header.pop(_METADATA, None)
         return {name: _array(name, row, data) for name, row in header.items()}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{path} is not an intact safetensors file: {error}.") from error

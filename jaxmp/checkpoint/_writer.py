@@ -24,6 +24,7 @@ from etils import epath
 
 from jaxmp._core import _compat
 from jaxmp.checkpoint._handler import ITEM, SaveState, StateHandler
+from jaxmp.checkpoint._manifest import has_manifest
 from jaxmp.errors import CheckpointError
 
 _log = logging.getLogger("jaxmp.checkpoint")
@@ -47,6 +48,7 @@ def complete_steps(directory: epath.Path) -> list[int]:
         int(path.name)
         for path in directory.iterdir()
         if re.fullmatch(r"\d+", path.name)
+        and path.is_dir()
         and (not is_store or (path / "commit_success.txt").exists())
     )
 
@@ -109,15 +111,22 @@ def explain_errors(directory: epath.Path, step: int) -> Iterator[None]:
 
 @dataclasses.dataclass(frozen=True)
 class _LastSaved:
-    """Policy of orbax that preserves the steps that were saved last; keep=None: all steps."""
+    """Policy of orbax: preserves the steps that were saved last, or all steps (keep=None)."""
 
     directory: epath.Path
     keep: int | None
 
     def should_preserve(self, checkpoints: Iterable[Any], *, context: object) -> list[bool]:
-        """Returns True for each step to keep."""
-        steps = saved_order(self.directory, (row.step for row in checkpoints))
-        return [row.step in steps[-(self.keep or 0) :] for row in checkpoints]
+        """Returns True for each step to keep, and for all that jaxmp did not write."""
+        steps = [row.step for row in checkpoints]
+        own = [step for step in steps if not self._is_foreign(step)]
+        kept = saved_order(self.directory, own)[-(self.keep or 0) :]
+        return [step in kept or step not in own for step in steps]
+
+    def _is_foreign(self, step: int) -> bool:
+        """Returns True for a directory without a manifest; the step to save has none yet."""
+        path = self.directory / str(step)
+        return path.exists() and not has_manifest(path / ITEM)
 
 
 class Writer(ocp.CheckpointManager):

@@ -232,8 +232,9 @@ def _hash(seed: jax.Array, number: int, shape: tuple[int, ...]) -> jax.Array:
     decorrelate neighbors, arrays and steps.
     """
     index = jnp.zeros(shape, jnp.uint32)
-    for axis, stride in enumerate(np.cumprod((1, *shape[:0:-1]), dtype=np.uint64)[::-1]):
-        step = np.uint32(int(stride) % 2**32)
+    strides = np.cumprod((1, *shape[:0:-1]), dtype=np.uint64)[::-1]
+    for axis in range(len(shape)):  # none for a scalar
+        step = np.uint32(int(strides[axis]) % 2**32)
         index = index + lax.broadcasted_iota(jnp.uint32, shape, axis) * step
     of_array = np.uint32((number + 1) * 0x9E3779B9 % 2**32)
     return _mixed(_mixed(index + seed) ^ (seed * of_array + of_array))
