@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from jaxmp import _core, _programs
 from jaxmp._programs import Atom, Equation, Path
-from jaxmp._tools.audit import _check_state, _checks, _dataflow, _labels, _trace
+from jaxmp._tools.audit import _checks, _dataflow, _labels, _trace
 from jaxmp._tools.audit._auditor import Auditor
 from jaxmp._tools.audit._checks import Check, OpOccurrence
 from jaxmp._tools.audit._origins import apply_code, fix_casts, fix_wide, in_words, is_in_flax
@@ -76,24 +76,6 @@ def report_matmul(op: OpOccurrence, matmul: _programs.Matmul, flops: int, audit:
         label.report(harm, flops)
         fix = f"{label.fix}\nThis is the promotion at {label.op.where}."
         audit.promotion_fixes.setdefault((op.location.names, op.line), fix)
-
-
-@IMPLICIT_PROMOTION.on_program
-def report_results(audit: Auditor, traced: _trace.Traced) -> None:
-    """Reports promotions of returned values. A softmax, a choice or a loss reads FP32.
-
-    The FP32 state of a training step, such as an average, is meant to be wide.
-    """
-    step = _check_state.step_of(audit, traced)
-    is_state = lambda var: any(
-        label.number in step.updates for label in audit.flow.labels(_dataflow.Update, var)
-    )
-    results = [var for var in traced.jaxpr.outvars if not (step.learned and is_state(var))]
-    labels = audit.flow.labels(PromotedValue, *results)
-    for label in sorted(labels, key=lambda label: label.number):
-        use = audit.use_of(label.op.result)
-        if not use & (_programs.Use.SOFTMAX | _programs.Use.ORDER | _programs.Use.LOSS):
-            label.report(", and the program returns the wide result")
 
 
 def promotion_fix(op: OpOccurrence, audit: Auditor) -> str:

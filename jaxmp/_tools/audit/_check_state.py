@@ -13,6 +13,7 @@ from jaxmp import _core, _programs
 from jaxmp._tools.audit import (
     _auditor,
     _check_integers,
+    _check_matmuls,
     _check_ops,
     _checks,
     _dataflow,
@@ -329,6 +330,25 @@ def is_compensated(addition: _programs.Equation, body: _programs.Body) -> bool:
     )
     differences = (e.invars for e in body.readers(total) if e.primitive.name == "sub")
     return any(total in pair and not operands.isdisjoint(pair) for pair in differences)
+
+
+@_check_matmuls.IMPLICIT_PROMOTION.on_program
+def report_results(audit: _auditor.Auditor, traced: Traced) -> None:
+    """Reports promotions of returned values. A softmax, a choice or a loss reads FP32.
+
+    The FP32 state of a training step, such as an average, is meant to be wide.
+    """
+    step = step_of(audit, traced)
+
+    def is_state(var: _programs.Atom) -> bool:
+        return any(label.number in step.updates for label in audit.flow.labels(Update, var))
+
+    results = [var for var in traced.jaxpr.outvars if not (step.learned and is_state(var))]
+    labels = audit.flow.labels(_check_matmuls.PromotedValue, *results)
+    for label in sorted(labels, key=lambda label: label.number):
+        use = audit.use_of(label.op.result)
+        if not use & (_programs.Use.SOFTMAX | _programs.Use.ORDER | _programs.Use.LOSS):
+            label.report(", and the program returns the wide result")
 
 
 @MISSING_MASTER.on_program
