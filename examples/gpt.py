@@ -11,7 +11,7 @@ The same model in Flax Linen and in Flax NNX, with the same parameter names: one
 the layers; causal attention; one table for tokens in and out. The models contain no dtype: the
 recipe sets all of them. Queries, keys and values have a matmul each: cuDNN's attention reads whole
 arrays, and a split of one wide result would copy each of them. Blocks compute on arrays of two
-dimensions: a matmul of cuBLAS then adds the residual, without a copy of it that XLA makes in three.
+dimensions, because XLA would copy a residual of three before the matmul that adds to it.
 
     size           parameters     layers   width   heads
     tiny              842,496          4     128       4

@@ -55,6 +55,15 @@ def test_power_of_two_scales_change_no_bit_in_fp32(getkey, loss_scale):
     jax.tree.map(np.testing.assert_array_equal, actual, expected)
 
 
+def test_a_rounded_loss_warns_once_at_the_line_of_the_user():
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("default")
+        for _ in range(2):
+            jaxmp.value_and_grad(lambda w: jnp.sum(w).astype(jnp.bfloat16))(jnp.ones(3))
+    (warning,) = caught
+    assert "its loss in bfloat16" in str(warning.message) and warning.filename == __file__
+
+
 @given(exponent=st.integers(-20, 20), seed=st.integers(0, 2**16))
 def test_scaling_by_a_power_of_two_is_exact(exponent, seed):
     params, batch = make(jax.random.key(seed))

@@ -105,14 +105,29 @@ def _drops_call(frame: FrameType, name: str) -> bool:
 _LIBRARIES = {"jaxmp", "jax", "flax", "optax", "contextlib", "functools"}
 
 
-def user_line() -> tuple[str, int]:
-    """Returns file and line of the innermost call outside of jaxmp, JAX and Flax."""
+def _user_frame() -> Any:
+    """Returns the innermost call outside of jaxmp, JAX and Flax."""
     frame: Any = inspect.currentframe()
     while frame.f_back and frame.f_globals.get("__name__", "").partition(".")[0] in _LIBRARIES:
         frame = frame.f_back
+    return frame
+
+
+def user_line() -> tuple[str, int]:
+    """Returns file and line of the innermost call outside of jaxmp, JAX and Flax."""
+    frame = _user_frame()
     return frame.f_code.co_filename, frame.f_lineno
 
 
-def warn_user(message: str) -> None:
-    """Warns at the line of the user's call, each time: a hint is due once for each training."""
-    warnings.warn_explicit(message, RecipeWarning, *user_line())
+def warn_user(message: str, *, repeats: bool = True) -> None:
+    """Warns at the line of the user's call.
+
+    Args:
+      message: the text of a `RecipeWarning`.
+      repeats: True to warn each time, because a hint is due once for each training; False to show
+        the warning once for each line, as Python's filters do by default.
+    """
+    frame = _user_frame()
+    registry = None if repeats else frame.f_globals.setdefault("__warningregistry__", {})
+    place = frame.f_code.co_filename, frame.f_lineno
+    warnings.warn_explicit(message, RecipeWarning, *place, registry=registry)

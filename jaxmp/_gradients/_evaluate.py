@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import warnings
 from collections.abc import Callable, Hashable
 from typing import Any
 
@@ -20,7 +19,7 @@ from jaxmp._core import Array, PyTree, _compat
 from jaxmp._gradients._fp32 import is_on_several_devices, with_fp32_gradients
 from jaxmp._gradients._hints import check_matmuls, note_scaled, traced_loss
 from jaxmp._gradients._loss_scale import LossScale, NoLossScale
-from jaxmp.errors import JaxmpError, RecipeWarning
+from jaxmp.errors import JaxmpError
 from jaxmp.fp8 import _overwritten
 
 
@@ -424,11 +423,10 @@ def _scalar(value: PyTree, what: str) -> jax.Array:
     if not jnp.issubdtype(array.dtype, jnp.floating):
         raise JaxmpError(f"The loss must be a floating-point number, but is {array.dtype}.")
     if _core.is_16bit(array.dtype):
-        warnings.warn(
+        _core.warn_user(
             f"The loss function returned its loss in {array.dtype}, which rounds it. "
             "Compute it in FP32: logits.astype(jnp.float32) before the loss.",
-            RecipeWarning,
-            stacklevel=2,
+            repeats=False,
         )
     return array.astype(_core.FLOAT32)
 

@@ -25,7 +25,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import enum
-import warnings
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
 
@@ -34,12 +33,12 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
+from jaxmp import _core
 from jaxmp._core import Array, PyTree, _compat
 from jaxmp._programs import _constructs
 from jaxmp._programs._bind import as_recorded, bind
 from jaxmp._programs._jaxprs import FORWARD, Path, is_literal, phase_of, scope_names
 from jaxmp._programs._locations import Lines
-from jaxmp.errors import RecipeWarning
 
 
 class Place(NamedTuple):
@@ -410,9 +409,8 @@ def warn_of_unknown(name: str, equation: _compat.JaxprEqn, consequence: str) -> 
     """
     file, line = Lines().of((equation,))
     where = f" at {file}:{line}" if file else ""
-    warnings.warn(
+    _core.warn_user(
         f"jaxmp does not enter the operation {name!r} of JAX {jax.__version__}{where}, which "
         f"contains a function. It runs as it was recorded: {consequence}.",
-        RecipeWarning,
-        stacklevel=2,
+        repeats=False,
     )

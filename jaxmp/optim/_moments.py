@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
-import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -17,7 +16,7 @@ from jax import lax
 
 from jaxmp import _core
 from jaxmp._core import DTypeLike, PyTree
-from jaxmp.errors import CompositionError, PolicyError, RecipeWarning
+from jaxmp.errors import CompositionError, PolicyError
 from jaxmp.optim._master import check_inner
 from jaxmp.optim._rounding import with_noise
 
@@ -129,11 +128,10 @@ def moment_dtype(
             )
         if unknown := list(dict.fromkeys(_unknown_owners(state))):
             more = f" and {len(unknown) - 3} others" if len(unknown) > 3 else ""
-            warnings.warn(
+            _core.warn_user(
                 f"moment_dtype does not know the states {', '.join(unknown[:3])}{more} of this "
                 "optimizer. Their arrays stay in FP32.",
-                RecipeWarning,
-                stacklevel=2,
+                repeats=False,
             )
         narrow = lambda leaf, _: leaf.astype(dtype) if leaf.dtype == _core.FLOAT32 else leaf
         return MomentState(jnp.zeros((), jnp.int32), _map_moments(narrow, state))

@@ -14,7 +14,6 @@ them.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -25,7 +24,6 @@ from jaxmp import _core, _programs
 from jaxmp._core import Array, PyTree, _compat
 from jaxmp._gradients._fp32._derivatives import is_16bit_aval
 from jaxmp._gradients._fp32._interpreter import run
-from jaxmp.errors import RecipeWarning
 
 _READS_VALUES = (
     "The loss function reads the values of arrays, as `if` and float() do, so that it cannot be "
@@ -84,7 +82,7 @@ def with_fp32_gradients(
     except (jax.errors.JAXTypeError, jax.errors.JAXIndexError):
         if any(isinstance(leaf, Tracer) for leaf in leaves):
             raise
-        warnings.warn(_READS_VALUES, RecipeWarning, stacklevel=2)
+        _core.warn_user(_READS_VALUES, repeats=False)
         return fn, inputs
     is_low = _computes_in_16_bits(closed)
 
