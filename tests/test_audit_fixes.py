@@ -645,3 +645,31 @@ def test_the_fix_of_a_backward_rule_names_the_operand():
     assert finding.check == "fp32_matmul"
     assert "`jax.custom_vjp`" in finding.fix and "cast float32[32,32] to 16 bits" in finding.fix
     assert "jaxmp.autocast" not in finding.fix
+
+
+def test_the_rule_for_a_layer_without_fp8_reaches_that_layer_alone():
+    class Own(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            own = lambda *args, **options: jax.lax.dot_general(*args, **options)
+            return nn.Dense(1024, dot_general=own)(x)
+
+    class Model(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return nn.Dense(512, name="head")(nn.relu(Own()(nn.relu(nn.Dense(1024)(x)))))
+
+    def audit_under(recipe):
+        model, x = recipe.wrap(Model()), jnp.ones((8192, 1024))
+        variables = jax.eval_shape(model.init, jax.random.key(0), x)
+        return jaxmp.audit(lambda v, x: model.apply(v, x).sum(), variables, x, recipe=recipe)
+
+    names = {"jaxmp": jaxmp, "recipe": jaxmp.load_recipe("fp8")}
+    before = audit_under(names["recipe"])
+    finding = next(found for found in before.findings if found.module == "Own_0/Dense_0")
+    exec(code_of(finding.fix), names)
+    after = audit_under(names["recipe"])
+    assert finding.check == "not_fp8" and "Own_0/Dense_0" not in {f.module for f in after.findings}
+    # The other layer of this name stays in FP8.
+    assert after.matmul_flops == before.matmul_flops
+    assert ("float8_e4m3fn", "float8_e4m3fn") in after.matmul_flops

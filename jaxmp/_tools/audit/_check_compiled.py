@@ -136,7 +136,7 @@ def check_layers(op: OpOccurrence, matmul: _programs.Matmul, flops: int, audit: 
         # The batched matmuls of attention have no kernel.
         if form != _fp8_forms.FORMS["dot_general"][0] or audit.flow.labels(From, *op.operands[:2]):
             message = f"{form} of {matmul.lhs.name}, but the policies require FP8: {why}."
-            audit.add(NOT_FP8, op, message, _exclude(op), flops=flops)
+            audit.add(NOT_FP8, op, message, _exclude(op, audit), flops=flops)
         return
     if op.name != "dot_general":
         return
@@ -144,7 +144,7 @@ def check_layers(op: OpOccurrence, matmul: _programs.Matmul, flops: int, audit: 
     explained = all(sizes) and _explain.explain_exclusion(*sizes, context.scaling, context.target)
     message = f"{op.name} of {matmul.lhs.name}, but the policies require FP8: "
     reason = explained or "the matmul is not that of a Flax layer, or the layer sets its own"
-    fix = _exclude(op)
+    fix = _exclude(op, audit)
     if "narrow" in reason or "min_width" in reason:
         toml = "    [fp8]\n    min_width = 0"
         fix = f"Use FP8 for narrow layers, too, in the recipe file:\n{toml}\n{fix}"
@@ -163,9 +163,9 @@ def _note_tokens(op: OpOccurrence, audit: Auditor) -> tuple[int, int]:
     return k, n
 
 
-def _exclude(op: OpOccurrence) -> str:
-    module = "/".join(op.location.names[-1:]) or "module"
-    return f"Exclude the module by a rule:\n    jaxmp.Rule('**/{module}', 'matmul=default')"
+def _exclude(op: OpOccurrence, audit: Auditor) -> str:
+    code = audit.context.with_rule(f"jaxmp.Rule({op.module!r}, 'matmul=default')")
+    return f"Exclude the module by a rule:\n    {code}"
 
 
 # A note and not a warning, because there is nothing to correct.

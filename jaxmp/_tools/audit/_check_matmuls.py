@@ -309,9 +309,8 @@ def _report_fp32(op: OpOccurrence, required: str, flops: int, audit: Auditor) ->
     fix = promotion_fix(op, audit) or _fix_rule(op, audit) or fix_casts(op)
     # A rule for the root would reach its own operations alone.
     if required and op.module and not promotion_fix(op, audit):
-        rule = f"**/{op.module.rpartition('/')[2]}"
         fix = fix or f"Apply the policies:\n    {apply_code(op, audit.context)}"
-        code = audit.context.with_rule(f"jaxmp.Rule({rule!r}, 'c=f32')")
+        code = audit.context.with_rule(f"jaxmp.Rule({op.module!r}, 'c=f32')")
         fix += f"\nOr keep the module in FP32 by a rule:\n    {code}"
     severity = _checks.WARNING if is_highest else _checks.ERROR
     fix = fix or apply_code(op, audit.context)
