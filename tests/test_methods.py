@@ -121,18 +121,51 @@ class LinenAutoencoder(nn.Module):
         return self.up(z)
 
 
+class Codes:
+    """A base class that is no module, whose methods Flax does not intercept."""
+
+    def encode(self, x):
+        SEEN.append(x.dtype)
+        return nn.relu(self.down(x))
+
+    def decode(self, z):
+        SEEN.append(z.dtype)
+        return self.up(z)
+
+
+class MixedAutoencoder(Codes, nn.Module):
+    def setup(self):
+        self.down, self.up = nn.Dense(16), nn.Dense(16)
+
+    def __call__(self, x):
+        SEEN.append(x.dtype)
+        return self.decode(self.encode(x))
+
+
 def nnx_autoencoder(policies):
     model = jaxmp.load_recipe(policies).wrap(Autoencoder(nnx.Rngs(0)))
     return lambda name, x: getattr(model, name)(x)
 
 
-def linen_autoencoder(policies):
-    variables = LinenAutoencoder().init(jax.random.key(0), X)
-    model = jaxmp.load_recipe(policies).wrap(LinenAutoencoder())
+def linen_autoencoder(policies, cls=LinenAutoencoder):
+    model = cls()
+    variables = model.init(jax.random.key(0), X)
+    model = jaxmp.load_recipe(policies).wrap(model)
     return lambda name, x: model.apply(variables, x, method=name)
 
 
-AUTOENCODERS = [nnx_autoencoder, linen_autoencoder]
+def functions_of_mixed_autoencoder(policies):
+    variables = MixedAutoencoder().init(jax.random.key(0), X)
+    model = jaxmp.load_recipe(policies).wrap(MixedAutoencoder())
+    return lambda name, x: model.apply(variables, x, method=getattr(MixedAutoencoder, name))
+
+
+def mixed_autoencoder(policies):
+    return linen_autoencoder(policies, MixedAutoencoder)
+
+
+AUTOENCODERS = [nnx_autoencoder, linen_autoencoder, mixed_autoencoder]
+AUTOENCODERS += [functions_of_mixed_autoencoder]
 
 
 @pytest.mark.parametrize("make", AUTOENCODERS)

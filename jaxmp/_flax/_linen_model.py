@@ -184,9 +184,14 @@ def _under_policy(cls: type[nn.Module], name: str) -> Callable[..., Any]:
         call = getattr(type(self), name), args, kwargs
         with _entered(self, call):
             # Users may assign another method to the class later.
-            return getattr(cls, name)(self, *args, **kwargs)
+            return _intercepted(getattr(cls, name))(self, *args, **kwargs)
 
     return nn.nowrap(method)
+
+
+def _intercepted(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a method that Flax intercepts, also if its class is a base that is no module."""
+    return method if hasattr(method, "nowrap") else nn.module.wrap_method_once(method)
 
 
 @contextlib.contextmanager
@@ -268,9 +273,10 @@ def _method_of_apply(
 
     @functools.wraps(method)
     def run(bound: nn.Module, *args: PyTree, **kwargs: PyTree) -> PyTree:
+        is_foreign = _is_foreign(module, method)
         with _entered(bound, (run, args, kwargs)):
-            out = method(bound, *args, **kwargs)
-        return _cast_to_output(bound, out) if _is_foreign(module, method) else out
+            out = (method if is_foreign else _intercepted(method))(bound, *args, **kwargs)
+        return _cast_to_output(bound, out) if is_foreign else out
 
     return run
 

@@ -49,7 +49,7 @@ class MethodCall:
       caller: the enclosing call if a module calls its own method; otherwise None.
       keeps_dtype: the operands require the dtype that the author of the model chose.
       own_params: returns the parameters of a module without those of its submodules.
-      is_leaf: returns True for values that are not pytrees of arrays; None for none.
+      is_leaf: returns True for values that are not pytrees of arrays; None if there are none.
       is_function: a transformation of Linen calls a function with the module.
       lifted: as in `split_carry`.
     """
