@@ -610,8 +610,8 @@ MUTATIONS = [
     Mutation(
         "a 16-bit loss causes no warning",
         "jaxmp/_gradients/_evaluate.py",
-        "    if _core.is_16bit(array.dtype):\n        warnings.warn(",
-        "    if False:\n        warnings.warn(",
+        "    if _core.is_16bit(array.dtype):\n        _core.warn_user(",
+        "    if False:\n        _core.warn_user(",
         ("test_gradients.py::test_a_half_loss_is_warned_about",),
     ),
     Mutation(
