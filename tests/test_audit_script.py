@@ -339,6 +339,20 @@ def test_a_script_without_a_train_step(run, text, message):
     assert status == 2 and out == "" and message in error
 
 
+def test_the_traceback_of_a_script_has_the_frames_of_python(run):
+    text = """
+        import jax
+
+        @jax.jit
+        def step(x):
+            raise KeyError("gone")
+
+        step(1.0)
+    """
+    _, _, error = run(text)
+    assert re.findall(r'File "(.+)", line (\d+)', error) == [("train.py", "8"), ("train.py", "6")]
+
+
 @pytest.mark.slow  # The test waits for the script, most of the time without work.
 def test_a_script_that_takes_too_long_is_audited_as_far_as_it_came(run):
     text = MODEL + "jax.jit(loss_fn)(first(), x)\nimport time\ntime.sleep(600)"

@@ -1,6 +1,8 @@
 """The command with bad arguments and files: one message each, and nothing is overwritten."""
 
 import dataclasses
+import errno
+import io
 import json
 import os
 import signal
@@ -8,6 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jax
 import jax.numpy as jnp
 import pytest
 
@@ -237,6 +240,49 @@ def test_what_the_user_prints_is_not_in_the_result(command, write):
     assert json.loads(out)["kinds"]["parameters"] >= 0
 
 
+def test_a_parser_in_a_module_is_told_from_other_errors(command, write):
+    parser = "import argparse\nparser = argparse.ArgumentParser()\n"
+    parser += 'parser.add_argument("--data", required=True)\n'
+    write(f"{parser}args = parser.parse_args()\n{STEP}", "parses.py")
+    code, _, error = command("memory", "parses.py:make_step")
+    assert code == 2 and "raised SystemExit: 2 (parses.py, line 4). The command passes no" in error
+    lines = error.partition("alone:\n")[2].replace("\n    ", "\n")
+    write(f"{parser}{lines.lstrip()}{STEP}", "guarded.py")
+    assert command("memory", "guarded.py:make_step")[0] == 0
+
+
+def test_a_file_that_is_no_report_is_named_and_not_quoted(command, write):
+    write(STEP, "step.py")
+    for name in ("audit", "validate"):
+        code, _, error = command(name, "step.py:make_step", "--baseline", "step.py")
+        assert code == 2 and "'step.py' cannot be read (Expecting value" in error
+        assert f"    jaxmp {name} " in error and "import" not in error
+
+
+def test_a_platform_that_does_not_start_is_named(command, write, monkeypatch):
+    def fail():
+        raise RuntimeError("Unable to initialize backend 'nonsense'")
+
+    write(STEP.replace("    return", "    __import__('jax').devices()\n    return"), "starts.py")
+    monkeypatch.setattr(jax, "devices", fail)
+    code, _, error = command("memory", "starts.py:make_step")
+    assert code == 2 and error.startswith("Error: JAX finds no device: Unable to initialize")
+    assert "starts.py" not in error and "    unset JAX_PLATFORMS" in error
+
+
+class FullDisk(io.StringIO):
+    """Output for which there is no space."""
+
+    def write(self, text):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def test_a_full_disk_is_one_message(command, monkeypatch):
+    monkeypatch.setattr(sys, "stdout", FullDisk())
+    code, _, error = command("recipes")
+    assert code == 2 and error == "Error: [Errno 28] No space left on device\n"
+
+
 def test_results_do_not_replace_inputs_or_each_other(command, write, tmp_path):
     write(STEP, "step.py")
     write('extends = "bf16"\n')
@@ -247,6 +293,8 @@ def test_results_do_not_replace_inputs_or_each_other(command, write, tmp_path):
         assert code == 2 and "is an input of this command" in error
     code, _, error = command(*memory, "--json", "new", "--html", "./new")
     assert code == 2 and "is the --json of this command" in error
+    code, _, error = command(*memory, "--html", "-")
+    assert code == 2 and "'-' cannot be written" in error
     assert command("show", "my.toml", "--json", "my.toml")[0] == 2
     assert not (tmp_path / "new").exists() and (tmp_path / "step.py").read_text() == STEP
 

@@ -10,6 +10,7 @@ import inspect
 import logging
 import math
 import os
+import shutil
 import threading
 import warnings
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
@@ -302,9 +303,24 @@ def target() -> str:
     return platform_of(current_context().target or jax.default_backend())
 
 
+def device_failure() -> str:
+    """Returns the reason why JAX cannot use any device; "" if it can."""
+    try:
+        jax.devices()
+    except (RuntimeError, AssertionError) as error:
+        # JAX asserts without a message that one of the platforms starts.
+        platforms = os.environ.get("JAX_PLATFORMS")
+        return str(error).partition("\n")[0] or f"JAX_PLATFORMS={platforms!r} does not start"
+    return ""
+
+
 def hide_plugin_errors() -> None:
-    """Hides JAX's message that a plugin finds no CUDA, which the extra `aot` does not need."""
-    logging.getLogger("jax._src.xla_bridge").addFilter(_is_no_plugin_error)
+    """Hides JAX's message that a plugin finds no CUDA, which the extra `aot` does not need.
+
+    With NVIDIA's driver, the message is shown.
+    """
+    if shutil.which("nvidia-smi") is None:
+        logging.getLogger("jax._src.xla_bridge").addFilter(_is_no_plugin_error)
 
 
 def _is_no_plugin_error(record: logging.LogRecord) -> bool:

@@ -2,7 +2,6 @@
 
 import inspect
 import platform
-import shutil
 import sys
 from collections.abc import Sequence
 from typing import Annotated, Any
@@ -81,11 +80,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         candidate of a validation failed, and one differs from the reference without being worse.
         130: Ctrl-C.
     """
-    if shutil.which("nvidia-smi") is None:
-        _compat.hide_plugin_errors()
+    _compat.hide_plugin_errors()
     try:
         app(args=None if arguments is None else list(arguments), prog_name="jaxmp")
-    except JaxmpError as error:
+    except (JaxmpError, OSError) as error:
         Console(stderr=True, soft_wrap=True).print(escape(f"Error: {error}", "red"))
         is_failure = isinstance(error, (AuditFailedError, ValidationFailedError))
         raise SystemExit(1 if is_failure else 2) from None

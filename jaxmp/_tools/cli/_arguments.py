@@ -27,6 +27,7 @@ from rich.text import Text
 
 import jaxmp
 from jaxmp import _core
+from jaxmp._core import _compat
 from jaxmp._tools.report import _section
 from jaxmp._tools.report._views import Report
 from jaxmp.errors import JaxmpError
@@ -244,7 +245,8 @@ def call(description: str, function: Callable[[], T]) -> T:
       function: the call.
 
     Raises:
-      JaxmpError: with the exception's type, its text, and its line in the user's own file.
+      JaxmpError: with the exception's type, its text, and its line in the user's own file; with
+        the text alone if JAX starts on no device.
     """
     try:
         with contextlib.redirect_stdout(sys.stderr):
@@ -252,8 +254,23 @@ def call(description: str, function: Callable[[], T]) -> T:
     except JaxmpError:
         raise
     except (Exception, SystemExit) as error:
-        text = f"{description} raised {type(error).__name__}: {error}{_user_line(error)}"
+        failure = isinstance(error, (RuntimeError, AssertionError)) and _compat.device_failure()
+        if failure:
+            raise JaxmpError(
+                f"JAX finds no device: {failure}. Run:\n    unset JAX_PLATFORMS"
+            ) from error
+        reason = f": {error}" if str(error) else ""
+        text = f"{description} raised {type(error).__name__}{reason}{_user_line(error)}"
+        if isinstance(error, SystemExit) and error.code == 2:
+            text += _PARSER
         raise JaxmpError(text) from error
+
+
+# Status 2 is that of parsers of arguments.
+_PARSER = (
+    ". The command passes no arguments to a parser. Give them defaults, or parse them in the script"
+    ' alone:\n    if __name__ == "__main__":\n        args = parser.parse_args()'
+)
 
 
 def _user_line(error: BaseException) -> str:
@@ -372,15 +389,18 @@ def check_outputs(command: str, parameters: Mapping[str, object]) -> None:
             for file in (part.strip(), part.strip().rpartition(":")[0]):
                 used |= {os.path.realpath(file): "an input"} if os.path.isfile(file) else {}
     for name, file in outputs.items():
+        if (name, file) == ("json", "-"):
+            continue
         path = os.path.realpath(file)
         target = file if os.path.exists(file) else os.path.dirname(path)
-        may_be_file = file and not os.path.islink(path) and not os.path.isdir(file)
-        if file != "-" and not (may_be_file and os.access(target, os.W_OK)):
+        is_name = file not in ("", "-")
+        may_be_file = is_name and not os.path.islink(path) and not os.path.isdir(file)
+        if not (may_be_file and os.access(target, os.W_OK)):
             raise JaxmpError(
                 f"{file!r} cannot be written. Name a file in a directory that exists, and that this"
                 " user may write to."
             )
-        if file != "-" and path in used:
+        if path in used:
             raise JaxmpError(
                 f"--{name} {file!r} is {used[path]} of this command. "
                 f"Write another file: --{name} result.{name}"

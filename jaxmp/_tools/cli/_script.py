@@ -133,6 +133,7 @@ class Watcher:
     is_busy: bool = False
 
     def __post_init__(self) -> None:
+        _compat.hide_plugin_errors()
         self.lock = threading.RLock()
         self.watching = _watch_jit.watch_jit(self._on_call, run_all=self.tool == "locate")
         self.watching.__enter__()

@@ -13,9 +13,9 @@ import json
 import os
 import runpy
 import sys
-import traceback
 from collections.abc import Callable, Sequence
-from types import ModuleType
+from pathlib import Path
+from types import ModuleType, TracebackType
 from typing import Any
 
 
@@ -76,6 +76,28 @@ class _AfterImport(importlib.abc.MetaPathFinder):
                     callback()
 
 
+# Files whose frames a traceback does not have after `python script.py`.
+_OWN_FILES = (
+    __file__,
+    runpy.run_path.__code__.co_filename,
+    str(Path(__file__).parents[2] / "_core" / "_compat" / "_watch_jit.py"),
+)
+
+
+def _user_frames(trace: TracebackType | None) -> TracebackType | None:
+    """Returns a traceback as `python script.py` prints it, without the frames around the script."""
+    first = last = None
+    while trace is not None:
+        if trace.tb_frame.f_code.co_filename not in _OWN_FILES:
+            if last is None:
+                first = trace
+            else:
+                last.tb_next = trace
+            last = trace
+        trace = trace.tb_next
+    return first
+
+
 def run_child() -> None:
     """Runs the script of the command line; the process exits after the result is written."""
     options, arguments = json.loads(sys.argv[1]), sys.argv[2:]
@@ -108,12 +130,12 @@ def run_child() -> None:
         if stop.code not in (None, 0):
             error = f"exited with status {stop.code}"
     except Exception as failure:
+        failure.__traceback__ = _user_frames(failure.__traceback__)
+        sys.excepthook(type(failure), failure, failure.__traceback__)
         # The results of the steps before may be zeros, which a script may refuse.
         if not watchers or not watchers[0].has_steps:
-            raise
-        traceback.print_exc()
+            sys.exit(1)
         error = f"raised {type(failure).__name__}"
-    # A script that fails prints its traceback, and this process exits with status 1.
     if not watchers:
         sys.exit(f"{arguments[0]} {error or 'ended'}, and did not import JAX.")
     watchers[0].finish(error)

@@ -162,15 +162,9 @@ def doctor() -> MachineReport:
 
 def read_machine() -> Machine:
     """Reads the facts about this machine."""
-    names, failure = Counter[str](), ""
-    try:
-        names.update(device.device_kind for device in jax.devices())
-        backend = jax.default_backend()
-    except (RuntimeError, AssertionError) as error:
-        # JAX asserts without a message that one of the platforms starts.
-        platforms = os.environ.get("JAX_PLATFORMS")
-        failure = str(error).partition("\n")[0] or f"JAX_PLATFORMS={platforms!r} does not start"
-        backend = "cpu"
+    failure = _compat.device_failure()
+    devices = [] if failure else jax.devices()
+    backend = "cpu" if failure else jax.default_backend()
     memory, compilers = 0, list[str]()
     with contextlib.suppress(RuntimeError, AssertionError, NotImplementedError):
         memory = int((jax.local_devices()[0].memory_stats() or {}).get("bytes_limit", 0))
@@ -182,20 +176,20 @@ def read_machine() -> Machine:
     required = (text for text in importlib.metadata.requires("jax") or () if "libtpu==" in text)
     prefixes = ("JAX_PLATFORMS", "XLA_PYTHON_CLIENT", "LD_LIBRARY_PATH", "CUDA_VISIBLE_DEVICES")
     return Machine(
-        versions_of(_PACKAGES),
-        names,
-        backend,
-        _compat.compute_capability() if backend == "gpu" else None,
-        _compat.cudnn_version() if backend == "gpu" else None,
-        gpus,
-        driver,
-        {name: text for name, text in os.environ.items() if name.startswith(prefixes)},
-        failure,
-        next((text.partition("==")[2].partition(".*")[0] for text in required), ""),
-        memory,
-        tuple(compilers),
-        total,
-        clock,
+        versions=versions_of(_PACKAGES),
+        devices=Counter(device.device_kind for device in devices),
+        platform=backend,
+        capability=_compat.compute_capability() if backend == "gpu" else None,
+        cudnn=_compat.cudnn_version() if backend == "gpu" else None,
+        gpus=gpus,
+        driver=driver,
+        environment={n: text for n, text in os.environ.items() if n.startswith(prefixes)},
+        failure=failure,
+        libtpu=next((text.partition("==")[2].partition(".*")[0] for text in required), ""),
+        memory=memory,
+        compilers=tuple(compilers),
+        total=total,
+        clock=clock,
     )
 
 

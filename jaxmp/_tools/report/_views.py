@@ -20,6 +20,8 @@ from jaxmp._tools.report import _section
 from jaxmp.errors import JaxmpError
 
 R = TypeVar("R", bound="Report")
+# Errors of a text that is not the JSON text of a report.
+_INVALID = (ValueError, TypeError, KeyError, AttributeError, RecursionError)
 
 
 class Report(abc.ABC):
@@ -108,20 +110,24 @@ class Report(abc.ABC):
             has another schema version.
         """
         try:
-            data = json.loads(text)
-            schema = {name: data.pop(name, None) for name in cls._schema}
-            for name, value in cls._schema.items():
-                if schema[name] != value:
-                    raise ValueError(f"{name} is {schema[name]!r}, and must be {value!r}")
-            for name in cls._summary:
-                data.pop(name, None)
-            return _core.from_plain(cls, data)
-        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+            return cls._parsed(text)
+        except _INVALID as error:
             subject = f"{'an' if cls._subject[0] in 'aeiou' else 'a'} {cls._subject}"
             raise cls._error(
                 f"{text[:80]!r} is not the JSON text of {subject} ({error}). Write one with:"
                 f"\n    pathlib.Path('{cls._subject}.json').write_text(report.to_json())"
             ) from None
+
+    @classmethod
+    def _parsed(cls, text: str) -> Self:
+        data = json.loads(text)
+        schema = {name: data.pop(name, None) for name in cls._schema}
+        for name, value in cls._schema.items():
+            if schema[name] != value:
+                raise ValueError(f"{name} is {schema[name]!r}, and must be {value!r}")
+        for name in cls._summary:
+            data.pop(name, None)
+        return _core.from_plain(cls, data)
 
 
 class Interrupted(KeyboardInterrupt):
@@ -148,12 +154,12 @@ def read_report(cls: type[R], source: R | str | os.PathLike[str]) -> R:
         return cls.from_json(source)
     try:
         text = Path(source).read_text(encoding="utf-8")  # type: ignore[arg-type]
-    except (OSError, TypeError, ValueError) as error:
+        return cls._parsed(text)
+    except (OSError, *_INVALID) as error:
         raise cls._error(
             f"The {cls._subject} {str(source)!r} cannot be read ({error}). Write one with:\n"
             f"    {cls._command}"
         ) from None
-    return cls.from_json(text)
 
 
 _STYLES = {"good": "bold green", "bad": "bold red", "head": "dim", "code": "bold"}
