@@ -83,8 +83,14 @@ def test_bad_arguments_are_refused_before_anything_is_computed(changes, message)
 
 
 def test_what_is_not_a_function_or_returns_no_step_is_refused():
-    for make in ("run.py", lambda: None):
-        with pytest.raises(AuditError, match="def make_step"):
+    for make, problem in (
+        ("run.py", "is not a callable object"),
+        (lambda: None, "too many positional arguments"),
+        (lambda recipe, size: None, "missing a required argument: 'size'"),
+        (lambda *, recipe: None, "too many positional arguments"),
+    ):
+        message = rf"{problem}. Write\n    def make_step\(recipe\):"
+        with pytest.raises(AuditError, match=message):
             jaxmp.plan(make, **GOOD)
     with pytest.raises(TypeError, match="return train_step, state, batch"):
         jaxmp.plan(lambda recipe: None, **GOOD)

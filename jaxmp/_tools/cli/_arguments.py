@@ -49,6 +49,12 @@ def _set_share(share: float | None) -> float | None:
     return share
 
 
+def _check_target(target: str | None) -> str | None:
+    if target is not None:
+        _core.get_target(target)
+    return target
+
+
 RecipeArgument = Annotated[
     str,
     typer.Argument(
@@ -81,8 +87,9 @@ SecondsOption = Annotated[
 TargetOption = Annotated[
     str | None,
     typer.Option(
+        callback=_check_target,
         help="Chip, such as h200 or v6e, or a TOML file that describes one. It does not have to be"
-        " present."
+        " present.",
     ),
 ]
 ShareOption = Annotated[

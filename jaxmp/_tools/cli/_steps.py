@@ -49,9 +49,6 @@ def in_script(
     """
     from jaxmp._tools.cli import _script
 
-    for target in (options.get("target"), *(options.get("targets") or ())):
-        if target is not None:
-            _core.get_target(target)
     sentence, value = _script.run_script(tool, [script, *(arguments or [])], **options)
     if json != "-":
         _arguments.console().print(_arguments.escape(sentence, "dim"), soft_wrap=True)
@@ -125,10 +122,7 @@ def _run_tool(
       recipe: its argument, if it takes one.
       options: those of the tool; "target" is one of them.
     """
-    is_local = options["target"] is None
-    if not is_local:
-        _core.get_target(options["target"])
-    with contextlib.nullcontext() if is_local else _compat.unchecked_cuda():
+    with _compat.unchecked_cuda() if options["target"] else contextlib.nullcontext():
         example = f"jaxmp {command} my_package.train:make_step --recipe bf16"
         recipes = [] if recipe is None else [recipe]
         step, *arguments = _arguments.make_step(function, example, *recipes)

@@ -144,32 +144,30 @@ def check_plan(
     **lists: Any,
 ) -> tuple[list[_recipe.Recipe], list[Target]]:
     """Checks the arguments of `plan`, and returns its recipes and chips."""
-    parameters = inspect.signature(make_step).parameters if callable(make_step) else {}
-    function = getattr(make_step, "__name__", "make_step")
-    if not parameters:
-        raise AuditError(
-            f"plan received {getattr(make_step, '__name__', make_step)!r}, of type "
-            f"{type(make_step).__name__}, instead of a function that takes a recipe. Pass\n"
-            "    def make_step(recipe):\n        return train_step, state, batch"
-        )
-    takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    optional = {"batches": "batch_size=8", "remat": "remat=False"}
+    lists = {name: x for name, x in lists.items() if x is not None or name not in optional}
     for name, values in lists.items():
-        parameter = {"batches": "batch_size=8", "remat": "remat=False"}.get(name, "")
-        if values is None and parameter:
-            continue
         is_valid = isinstance(values, Sequence) and not isinstance(values, str) and len(values) > 0
         if name == "batches":
-            is_list = is_valid and all(type(size) is int and size > 0 for size in values or ())
+            is_list = is_valid and all(type(size) is int and size > 0 for size in values)
             is_valid = is_list or values == _LARGEST
         if not is_valid:
             raise AuditError(f"{name}={values!r} is not valid. Write {_EXAMPLE}.")
-        if parameter and not takes_all and parameter.partition("=")[0] not in parameters:
-            raise AuditError(
-                f"{function} has no parameter for {name}={values!r}. Write\n"
-                f"    def {function}(recipe, {parameter}):"
-            )
-    default = getattr(parameters.get("remat"), "default", None)
-    for value in lists.get("remat") or ():
+    keywords = [text for name, text in optional.items() if name in lists]
+    try:
+        signature = inspect.signature(make_step)  # type: ignore[arg-type]
+        signature.bind("bf16", **dict(text.split("=") for text in keywords))
+    except (TypeError, ValueError) as error:
+        name = getattr(make_step, "__name__", repr(make_step))
+        function = name if name.isidentifier() else "make_step"
+        raise AuditError(
+            f"plan received {name}, of type {type(make_step).__name__}, instead of a function that "
+            f"takes a recipe, and batch_size for batches=, and remat for remat=: {error}. Write\n"
+            f"    def {function}({', '.join(['recipe', *keywords])}):\n"
+            "        return train_step, state, batch"
+        ) from None
+    default = getattr(signature.parameters.get("remat"), "default", None)
+    for value in lists.get("remat", ()):
         if isinstance(default, bool) and not isinstance(value, bool):
             raise AuditError(
                 f"remat={value!r}: the default of the parameter is {default}. Write"
