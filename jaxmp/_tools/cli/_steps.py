@@ -455,23 +455,18 @@ def _plan_script(
     """Runs a script once for each recipe, and returns the plan of its step."""
     from jaxmp._tools.plan import MeasuredRow, PlanRow, check_plan, make_plan
 
-    recipes, chips = check_plan(lambda recipe: recipe, **options)
+    recipes, _ = check_plan(lambda recipe: recipe, **options)
     if whole := next((recipe.whole for recipe in recipes if recipe.whole), None):
         raise JaxmpError(
             f"The recipe {whole.name!r} has phases, and a script runs its first one. Pass a "
             f"function, which receives each phase:\n    {_PLAN}"
         )
     more |= {name: options[name] for name in ("targets", "hosts", "links")}
-    measured: dict[str, list[MeasuredRow]] = {}
-    ended = (command[0], measured, options["prices"], options["rates"])
-    try:
+
+    def measure() -> Iterator[MeasuredRow]:
         for recipe in options["recipes"]:
             values = in_script("plan", command[0], command[1:], json, recipe=recipe, **more)
-            for chip, (row, seconds) in zip(chips, values, strict=True):
-                made = MeasuredRow(_core.from_plain(PlanRow, row), seconds)
-                measured.setdefault(chip.name, []).append(made)
-    except KeyboardInterrupt:
-        if not measured:
-            raise
-        raise _views.Interrupted(make_plan(*ended)) from None
-    return make_plan(*ended)
+            for row, seconds in values:
+                yield MeasuredRow(_core.from_plain(PlanRow, row), seconds)
+
+    return make_plan(command[0], measure(), options["prices"], options["rates"])

@@ -5,8 +5,8 @@ from __future__ import annotations
 import inspect
 import itertools
 import os
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 from jaxmp import _core
 from jaxmp._core import Target
@@ -19,11 +19,11 @@ from jaxmp._tools.plan._report import PlanReport as PlanReport
 from jaxmp._tools.plan._report import PlanRow as PlanRow
 from jaxmp._tools.plan._report import recommend
 from jaxmp._tools.report._progress import progress_bar
+from jaxmp._tools.report._section import grouped
 from jaxmp._tools.report._views import Interrupted
 from jaxmp.errors import AuditError, TargetError
 
 _LARGEST = "largest"
-Measured: TypeAlias = dict[str, list[MeasuredRow]]
 
 
 def plan(
@@ -91,44 +91,55 @@ def plan(
     lists = {"recipes": recipes, "targets": targets, "batches": batches, "remat": remat}
     costs = {"prices": prices, "rates": rates}
     every_recipe, chips = check_plan(make_step, hosts=hosts, links=links, **costs, **lists)
-    measured: Measured = {}
-    name = getattr(make_step, "__name__", "the step")
     sizes = [None] if batches is None or isinstance(batches, str) else batches
-    programs = list(itertools.product(remat or [None], sizes, every_recipe))
-    try:
-        with progress_bar(len(chips) * len(programs), progress) as (on_program, on_end):
-            for chip, (form, size, recipe) in itertools.product(chips, programs):
+    programs = list(itertools.product(chips, remat or [None], sizes, every_recipe))
+
+    def measure() -> Iterator[MeasuredRow]:
+        with progress_bar(len(programs), progress) as (on_program, on_end):
+            for chip, form, size, recipe in programs:
                 on_program(f"{chip.name}, {recipe.name}")
                 program = Candidate(make_step, recipe, chip, form, cache, hosts)
-                result = program.largest() if batches == _LARGEST else program.measure(size)
-                measured.setdefault(chip.name, []).append(result)
+                yield program.largest() if batches == _LARGEST else program.measure(size)
                 on_end()
-    except KeyboardInterrupt:
-        if not measured:
-            raise
-        raise Interrupted(make_plan(name, measured, prices, rates)) from None
-    return make_plan(name, measured, prices, rates)
+
+    return make_plan(getattr(make_step, "__name__", "the step"), measure(), prices, rates)
 
 
 def make_plan(
     function: str,
-    measured: Measured,
+    programs: Iterable[MeasuredRow],
     prices: Mapping[str, float] | None = None,
     rates: Mapping[str, float] | None = None,
 ) -> PlanReport:
-    """Returns the report on programs that were measured for each chip."""
-    names = [row.recipe for row, _ in next(iter(measured.values()))]
+    """Returns the report on programs, which are measured during the iteration.
+
+    Raises:
+      Interrupted: by Ctrl-C after the first program, with the report on those before.
+    """
+    measured: list[MeasuredRow] = []
+    is_interrupted = False
+    try:
+        for program in programs:
+            measured.append(program)
+    except KeyboardInterrupt:
+        if not measured:
+            raise
+        is_interrupted = True
+    names = [row.recipe for row, _ in measured]
     baseline = "bf16" if "bf16" in names else names[0]
     rows = {
-        chip: relative(programs, baseline, prices or {}, rates or {})
-        for chip, programs in measured.items()
+        chip: relative(own, baseline, prices or {}, rates or {})
+        for chip, own in grouped(measured, lambda program: program.row.target).items()
     }
-    return PlanReport(
+    report = PlanReport(
         function=function,
         baseline=baseline,
         rows=tuple(itertools.chain.from_iterable(rows.values())),
         choices=tuple(recommend(chip, baseline, own) for chip, own in rows.items()),
     )
+    if is_interrupted:
+        raise Interrupted(report)
+    return report
 
 
 _EXAMPLE = "recipes=['bf16', 'fp8'], targets=['h100'], batches=[8, 16], or batches='largest'"

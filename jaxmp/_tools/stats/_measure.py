@@ -13,6 +13,7 @@ import numpy as np
 from jax import lax
 
 from jaxmp import _core, _programs
+from jaxmp.fp8 import _operands
 
 FORMATS = ("float16", "bfloat16", "float8_e4m3fn", "float8_e5m2")
 # Key of the format and the scale with which a program quantizes a tensor itself.
@@ -153,10 +154,7 @@ def _power(x: _core.Array) -> _core.Array:
 
 def fp8_scale(amax: _core.Array, name: str) -> _core.Array:
     """Returns the largest power of two that maps `amax` into a format, as `CurrentScaling` does."""
-    largest, tiny = np.float32(_range_of(name)[2]), np.float32(np.finfo(np.float32).tiny)
-    ratio = lax.div(largest, lax.max(amax, tiny))
-    bits = lax.bitcast_convert_type(lax.min(ratio, np.float32(2.0**126)), jnp.uint32)
-    return lax.bitcast_convert_type(lax.bitwise_and(bits, np.uint32(_EXPONENT)), _core.FLOAT32)
+    return _operands.compute_scale(amax, name, power_of_two=True)
 
 
 def clipped(x: _core.Array, dtype: Any) -> _core.Array:
