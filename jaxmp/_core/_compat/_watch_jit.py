@@ -17,7 +17,12 @@ from jax.core import ShapedArray
 from jaxmp._core._compat import ClosedJaxpr, load_private
 from jaxmp.errors import JaxmpError
 
-_core, _pjit = map(load_private, ("jax._src.core", "jax._src.pjit"))
+_core, _pjit, _traceback = map(
+    load_private, ("jax._src.core", "jax._src.pjit", "jax._src.traceback_util")
+)
+if _traceback is not None:
+    # JAX leaves the frames of this file out of tracebacks, as it does its own.
+    _traceback.register_exclusion(__file__)
 
 
 def _is_untraced() -> bool:

@@ -29,10 +29,11 @@ import jaxmp
 from jaxmp import _core
 from jaxmp._core import _compat
 from jaxmp._tools.report import _section
-from jaxmp._tools.report._views import Report
+from jaxmp._tools.report._views import Interrupted, Report
 from jaxmp.errors import JaxmpError
 
 T = TypeVar("T")
+R = TypeVar("R", bound=Report)
 
 
 def _check_seconds(seconds: float) -> float:
@@ -55,12 +56,6 @@ def _check_target(target: str | None) -> str | None:
     return target
 
 
-RecipeArgument = Annotated[
-    str,
-    typer.Argument(
-        help="Name of a recipe, path ending in .toml, or policy string such as p=f32,c=bf16,o=f32."
-    ),
-]
 JsonOption = Annotated[
     str | None,
     typer.Option(
@@ -261,15 +256,13 @@ def call(description: str, function: Callable[[], T]) -> T:
     except JaxmpError:
         raise
     except (Exception, SystemExit) as error:
-        failure = isinstance(error, (RuntimeError, AssertionError)) and _compat.device_failure()
-        if failure:
-            raise JaxmpError(
-                f"JAX finds no device: {failure}. Run:\n    unset JAX_PLATFORMS"
-            ) from error
         reason = f": {error}" if str(error) else ""
         text = f"{description} raised {type(error).__name__}{reason}{_user_line(error)}"
         if isinstance(error, SystemExit) and error.code == 2:
             text += _PARSER
+        failure = isinstance(error, (RuntimeError, AssertionError)) and _compat.device_failure()
+        if failure:
+            text = f"JAX finds no device: {failure}. Run:\n    unset JAX_PLATFORMS"
         raise JaxmpError(text) from error
 
 
@@ -374,6 +367,29 @@ def write_report(report: Report, json: str | None, html: str | None, *, full: bo
         write_file(html, report.to_html(full=full))
 
 
+def write_result(
+    make: Callable[[], R], advice: str, json: str | None, html: str | None, *, full: bool = False
+) -> R:
+    """Writes the report that a function makes, and returns it; after Ctrl-C, ends the command.
+
+    Args:
+      make: the function.
+      advice: the message after Ctrl-C.
+      json, html, full: as in `write_report`.
+
+    Raises:
+      Exit: by Ctrl-C, after the report on what is finished is written.
+    """
+    try:
+        report = make()
+    except Interrupted as stop:
+        write_report(stop.report, json, html, full=full)
+        print(f"Interrupted: {advice}", file=sys.stderr)
+        raise typer.Exit(130) from None
+    write_report(report, json, html, full=full)
+    return report
+
+
 def check_outputs(command: str, parameters: Mapping[str, object]) -> None:
     """Checks before the work that the outputs of a command can be written.
 
@@ -392,9 +408,8 @@ def check_outputs(command: str, parameters: Mapping[str, object]) -> None:
     inputs = [value for name, value in parameters.items() if name not in outputs]
     lists = (value if isinstance(value, list) else [value] for value in inputs)
     for text in map(str, itertools.chain.from_iterable(lists)):
-        for part in (text, *text.split(",")):
-            for file in (part.strip(), part.strip().rpartition(":")[0]):
-                used |= {os.path.realpath(file): "an input"} if os.path.isfile(file) else {}
+        for file in (text, *re.split(r"\s*[,:]\s*", text.strip())):
+            used |= {os.path.realpath(file): "an input"} if os.path.isfile(file) else {}
     for name, file in outputs.items():
         if (name, file) == ("json", "-"):
             continue

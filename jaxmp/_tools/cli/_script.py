@@ -324,12 +324,11 @@ def _positional(call: _watch_jit.JitCall) -> tuple[Any, ...]:
 def _plan(call: _watch_jit.JitCall, settings: dict[str, Any]) -> list[Any]:
     """Returns the row and the roofline of a step for each chip."""
     recipe, cache = _recipe.load_recipe(settings["recipe"]), settings["cache"]
-    folder = None if cache is None else Path(cache).expanduser()
     measured = []
     for name in settings["targets"]:
         chip = _core.with_links(_core.get_target(name), settings["links"])
         program = _programs.Candidate(
-            lambda _: _positional(call), recipe, chip, None, folder, settings["hosts"]
+            lambda _: _positional(call), recipe, chip, None, cache, settings["hosts"]
         )
         row, seconds = program.measure(None)
         measured.append([_core.to_plain(dataclasses.asdict(row)), seconds])

@@ -14,9 +14,10 @@ import os
 import runpy
 import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
-from types import ModuleType, TracebackType
+from types import ModuleType
 from typing import Any
+
+_OWN_FILES = __file__, runpy.run_path.__code__.co_filename
 
 
 class _AfterImport(importlib.abc.MetaPathFinder):
@@ -38,9 +39,8 @@ class _AfterImport(importlib.abc.MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        if not self.callbacks or ("." in fullname and fullname not in self.callbacks):
-            return None
-        if fullname in self.searched:
+        is_other = "." in fullname and fullname not in self.callbacks
+        if not self.callbacks or is_other or fullname in self.searched:
             return None
         self.searched.add(fullname)
         try:
@@ -51,7 +51,9 @@ class _AfterImport(importlib.abc.MetaPathFinder):
         loader = None if spec is None else spec.loader
         origin = "" if spec is None else str(spec.origin)
         own = origin.startswith(self.folders) and "-packages" + os.sep not in origin
-        if loader is not None and hasattr(loader, "exec_module") and not own:
+        # Loaders of built-in modules are classes that modules share.
+        is_shared = isinstance(loader, type)
+        if loader is not None and hasattr(loader, "exec_module") and not (own or is_shared):
             execute = loader.exec_module
 
             def exec_module(module: ModuleType) -> None:
@@ -62,40 +64,14 @@ class _AfterImport(importlib.abc.MetaPathFinder):
                     self.depth -= 1
                 self.call()
 
-            # Loaders of built-in modules are classes that modules share.
-            if not isinstance(loader, type):
-                loader.exec_module = exec_module  # type: ignore[method-assign]
+            loader.exec_module = exec_module  # type: ignore[method-assign]
         return spec
 
     def call(self) -> None:
         """Calls the functions of loaded modules."""
         if self.depth == 0:
-            for name in [name for name in self.callbacks if name in sys.modules]:
-                callback = self.callbacks.pop(name, None)
-                if callback is not None:
-                    callback()
-
-
-# Files whose frames a traceback does not have after `python script.py`.
-_OWN_FILES = (
-    __file__,
-    runpy.run_path.__code__.co_filename,
-    str(Path(__file__).parents[2] / "_core" / "_compat" / "_watch_jit.py"),
-)
-
-
-def _user_frames(trace: TracebackType | None) -> TracebackType | None:
-    """Returns a traceback as `python script.py` prints it, without the frames around the script."""
-    first = last = None
-    while trace is not None:
-        if trace.tb_frame.f_code.co_filename not in _OWN_FILES:
-            if last is None:
-                first = trace
-            else:
-                last.tb_next = trace
-            last = trace
-        trace = trace.tb_next
-    return first
+            while name := next((name for name in self.callbacks if name in sys.modules), ""):
+                self.callbacks.pop(name)()
 
 
 def run_child() -> None:
@@ -130,8 +106,12 @@ def run_child() -> None:
         if stop.code not in (None, 0):
             error = f"exited with status {stop.code}"
     except Exception as failure:
-        failure.__traceback__ = _user_frames(failure.__traceback__)
-        sys.excepthook(type(failure), failure, failure.__traceback__)
+        # The traceback begins in the script, as after `python script.py`.
+        trace = failure.__traceback__
+        while trace is not None and trace.tb_frame.f_code.co_filename in _OWN_FILES:
+            trace = trace.tb_next
+        failure.__traceback__ = trace
+        sys.excepthook(type(failure), failure, trace)
         # The results of the steps before may be zeros, which a script may refuse.
         if not watchers or not watchers[0].has_steps:
             sys.exit(1)

@@ -32,13 +32,14 @@ def show_recipes(json: _arguments.JsonOption = None) -> None:
 
 
 def show_recipe(
-    recipe: _arguments.RecipeArgument,
+    recipe: Annotated[str, typer.Argument()],
     ops: Annotated[bool, typer.Option("--ops")] = False,
     json: _arguments.JsonOption = None,
 ) -> None:
     """Print all settings of a recipe as a recipe file, with the reasons of its rules.
 
     Args:
+      recipe: Name of a recipe, path ending in .toml, or policy string such as p=f32,c=bf16,o=f32.
       ops: Print the whole table of operations, with reasons.
     """
     loaded = _recipe.load_recipe(recipe)

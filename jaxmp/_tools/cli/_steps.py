@@ -7,7 +7,6 @@ would evaluate each of them at every start.
 
 import contextlib
 import functools
-import sys
 from collections.abc import Callable, Iterator
 from itertools import islice
 from pathlib import Path
@@ -244,14 +243,9 @@ def run_validate(
         metrics={name.strip(): direction.strip() for name, _, direction in directions},
         resume=_views.read_report(cls, Path(str(json))) if resume else None,
     )
-    try:
-        report = _arguments.call(f"validating {function}", validate)
-    except _views.Interrupted as stop:
-        _arguments.write_report(stop.report, json, html, full=full)
-        advice = "Run the same command with" if json else "Next time, add --json FILE, and then"
-        print(f"Interrupted: {advice} --resume to go on.", file=sys.stderr)
-        raise typer.Exit(130) from None
-    _arguments.write_report(report, json, html, full=full)
+    advice = "Run the same command with" if json else "Next time, add --json FILE, and then"
+    make = lambda: _arguments.call(f"validating {function}", validate)
+    report = _arguments.write_result(make, f"{advice} --resume to go on.", json, html, full=full)
     verdicts = {candidate.verdict for candidate in report.candidates}
     if before is None or not find_regressions(report, before):
         # The printed report begins with the verdicts.
@@ -420,33 +414,25 @@ def run_plan(
     options: dict[str, Any] = {
         "recipes": _arguments.split_items(recipes),
         "targets": _arguments.split_items(targets),
-    }
-    options |= {
         "prices": _arguments.split_numbers(price, "--price"),
         "rates": _arguments.split_numbers(rate, "--rate"),
+        "hosts": hosts,
+        "links": _arguments.split_numbers(link, "--link", "between=100e9"),
     }
-    options |= {"hosts": hosts, "links": _arguments.split_numbers(link, "--link", "between=100e9")}
     lists = {"batches": _arguments.split_values(batches), "remat": _arguments.split_values(remat)}
     if script is not None and lists != {"batches": None, "remat": None}:
         raise JaxmpError(f"--batches and --remat require a function:\n    {_PLAN}")
-    is_stopped = False
-    try:
-        if script is None:
-            path = _arguments.only_function("plan", function, name)
-            make = _arguments.load_function(path, _PLAN, "train_step, state, batch", "recipe")
-            options |= {**lists, "cache": cache or None}
-            report = _arguments.call(f"planning {path}", lambda: jaxmp.plan(make, **options))
-        else:
-            more = {"function": name, "max_seconds": max_seconds, "cache": cache or None}
-            report = _plan_script([script, *(function or [])], json, options, more)
-    except _views.Interrupted as stop:
-        is_stopped, report = True, stop.report
-        text = "Interrupted: the programs that are compiled are in the cache."
-        print(text, "Run the same command to go on.", file=sys.stderr)
-    assert isinstance(report, jaxmp.typing.PlanReport)
-    _arguments.write_report(report, json, html)
-    is_good = all(choice.recipe for choice in report.choices)
-    raise typer.Exit(130 if is_stopped else int(not is_good))
+    if script is None:
+        path = _arguments.only_function("plan", function, name)
+        step = _arguments.load_function(path, _PLAN, "train_step, state, batch", "recipe")
+        options |= {**lists, "cache": cache or None}
+        make = lambda: _arguments.call(f"planning {path}", lambda: jaxmp.plan(step, **options))
+    else:
+        more = {"function": name, "max_seconds": max_seconds, "cache": cache or None}
+        make = lambda: _plan_script([script, *(function or [])], json, options, more)
+    advice = "the programs that are compiled are in the cache. Run the same command to go on."
+    report = _arguments.write_result(make, advice, json, html)
+    raise typer.Exit(int(not all(choice.recipe for choice in report.choices)))
 
 
 def _plan_script(

@@ -59,14 +59,15 @@ def error_of(chip: str, narrow: bool, cases: Iterable[dict[str, Any]]) -> tuple[
       narrow: True if most FLOPs are those of narrow matmuls.
       cases: rows of the file.
     """
-    errors = (abs(math.log(case["measured"] / case["bound"])) / _factor(**case) for case in cases)
-    half = max(errors) * _factor(chip=chip, width=0 if narrow else _WIDE)
+    half = _factor(chip, 0 if narrow else _WIDE) * max(
+        abs(math.log(case["measured"] / case["bound"])) / _factor(case["chip"], case["width"])
+        for case in cases
+    )
     return math.exp(-half), math.exp(half)
 
 
-def _factor(*, chip: str, width: int, **other: object) -> float:
+def _factor(chip: str, width: int) -> float:
     """Returns the factor of the error of a case."""
-    del other
     factors, timed = measured()["factors"], {case["chip"] for case in measured()["cases"]}
     return factors["narrow"] ** (width < _WIDE) * factors["untimed"] ** (chip not in timed)
 

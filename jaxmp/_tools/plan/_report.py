@@ -126,7 +126,6 @@ class PlanReport(Report):
     _command = "jaxmp plan my_package.train:make_step --json plan.json"
     _error = AuditError
     _schema: ClassVar = {"schema_version": 1}
-    _summary = ()
 
     function: str = ""
     baseline: str = ""

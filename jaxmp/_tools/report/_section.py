@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import itertools
 import re
 import textwrap
 from collections import Counter
@@ -251,25 +252,22 @@ def _text_table(section: Section, width: int) -> list[Line]:
     widths = _widths(cells, numeric, width)
     if widths is None:
         return _text_records(section, width)
-    wrapped = [
-        [_wrapped(cell, w) or [""] for cell, w in zip(row, widths, strict=True)] for row in cells
-    ]
-    head, *rows = ([_GAP + line for line in _text_row(row, widths, numeric)] for row in wrapped)
+    head, *rows = (_text_row(row, widths, numeric) for row in cells)
     rule = _GAP + _GAP.join("-" * width for width in widths)
-    return [
-        *(Line(line, "head") for line in (*head, rule)),
-        *(Line(n) for row in rows for n in row),
-    ]
+    return [*(Line(line, "head") for line in (*head, rule)), *map(Line, itertools.chain(*rows))]
 
 
-def _text_row(cells: list[list[str]], widths: list[int], numeric: list[bool]) -> list[str]:
-    height = max(map(len, cells))
-    columns = [
-        [line.rjust(width) if right else line.ljust(width) for line in cell]
-        + [" " * width] * (height - len(cell))
-        for cell, width, right in zip(cells, widths, numeric, strict=True)
-    ]
-    return [_GAP.join(parts).rstrip() for parts in zip(*columns, strict=True)]
+def _text_row(row: Sequence[str], widths: list[int], numeric: list[bool]) -> list[str]:
+    """Returns the lines of a row; its cells wrap in their columns."""
+    cells = [_wrapped(cell, width) or [""] for cell, width in zip(row, widths, strict=True)]
+    lines = (
+        _GAP.join(
+            part.rjust(width) if right else part.ljust(width)
+            for part, width, right in zip(parts, widths, numeric, strict=True)
+        )
+        for parts in itertools.zip_longest(*cells, fillvalue="")
+    )
+    return [(_GAP + line).rstrip() for line in lines]
 
 
 def _widths(cells: list[list[str]], numeric: list[bool], width: int) -> list[int] | None:
@@ -292,14 +290,12 @@ def _widths(cells: list[list[str]], numeric: list[bool], width: int) -> list[int
 def _text_records(section: Section, width: int) -> list[Line]:
     """Returns a table that is too wide as a list of names and values for each row."""
     label = max(map(len, section.columns))
+    widths = [label, max(width - label - len(_GAP), _NARROWEST)]
     lines: list[Line] = []
     for row in section.rows:
         lines += [Line("")] if lines else []
-        for name, cell in zip(section.columns, row, strict=True):
-            texts = _wrapped(cell, max(width - label - len(_GAP), _NARROWEST)) or [""]
-            names = [name, *[""] * (len(texts) - 1)]
-            pairs = zip(names, texts, strict=True)
-            lines += [Line(f"{_GAP}{n.ljust(label)}{_GAP}{text}".rstrip()) for n, text in pairs]
+        for pair in zip(section.columns, row, strict=True):
+            lines += map(Line, _text_row(pair, widths, [False, False]))
     return lines
 
 

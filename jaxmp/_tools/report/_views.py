@@ -121,10 +121,9 @@ class Report(abc.ABC):
     @classmethod
     def _parsed(cls, text: str) -> Self:
         data = json.loads(text)
-        schema = {name: data.pop(name, None) for name in cls._schema}
         for name, value in cls._schema.items():
-            if schema[name] != value:
-                raise ValueError(f"{name} is {schema[name]!r}, and must be {value!r}")
+            if (own := data.pop(name, None)) != value:
+                raise ValueError(f"{name} is {own!r}, and must be {value!r}")
         for name in cls._summary:
             data.pop(name, None)
         return _core.from_plain(cls, data)

@@ -66,8 +66,8 @@ class TensorStats:
 
 
 @functools.cache
-def _range_of(name: str) -> tuple[int, int, float]:
-    """Returns FP32 bits that round to 0 at most and to a finite number at most, and the largest."""
+def _range_of(name: str) -> tuple[int, int]:
+    """Returns the FP32 bits that round to 0 at most, and those that round to a finite number."""
     info = ml_dtypes.finfo(name)
     zero, largest = np.float32(float(info.smallest_subnormal) / 2), float(info.max)
     below = float(np.nextafter(info.max, info.dtype.type(0)))
@@ -75,7 +75,7 @@ def _range_of(name: str) -> tuple[int, int, float]:
     tie = np.float32(largest + (largest - below) / 2)
     with np.errstate(over="ignore"):
         is_finite = np.isfinite(float(tie.astype(info.dtype)))
-    return int(zero.view(np.uint32)), int(tie.view(np.uint32)) - (not is_finite), largest
+    return int(zero.view(np.uint32)), int(tie.view(np.uint32)) - (not is_finite)
 
 
 @functools.partial(jax.jit, static_argnames="dtype")
@@ -109,17 +109,15 @@ def measure_tensor(
     zeros = lax.add(zero, nonfinite)
     formats = {}
     for name in FORMATS:
-        scaled = lax.mul(x, fp8_scale(amax, name)) if _core.is_fp8(name) else x
-        formats[name] = _rounding(scaled, name, zeros, unscaled if _core.is_fp8(name) else inverse)
+        is_fp8 = _core.is_fp8(name)
+        scaled = lax.mul(x, _operands.compute_scale(amax, name, power_of_two=True)) if is_fp8 else x
+        formats[name] = _rounding(scaled, name, zeros, unscaled if is_fp8 else inverse)
     if factor is not None:
         scaled = lax.div(x, lax.broadcast_in_dim(factor, x.shape, range(factor.ndim)))
         formats[ACTUAL] = _rounding(scaled, str(np.dtype(dtype)), zeros, unscaled)
     mean = lax.div(_power(lax.mul(x, inverse)), _at_least_1(lax.sub(size, nonfinite)))
-    share = lambda count: lax.div(
-        lax.convert_element_type(count, _core.FLOAT32), np.float32(size or 1)
-    )
     rms = lax.mul(lax.sqrt(mean), unit)
-    return TensorStats(amax, rms, share(zero), share(nonfinite), counts, formats)
+    return TensorStats(amax, rms, _share(zero, size), _share(nonfinite, size), counts, formats)
 
 
 def _bits(x: _core.Array) -> _core.Array:
@@ -144,17 +142,16 @@ def _count(flags: _core.Array) -> _core.Array:
     return lax.reduce_sum(lax.convert_element_type(flags, jnp.uint32), range(flags.ndim))
 
 
-def _at_least_1(count: _core.Array) -> _core.Array:
+def _at_least_1(count: Any) -> _core.Array:
     return lax.convert_element_type(lax.max(count, np.uint32(1)), _core.FLOAT32)
+
+
+def _share(count: _core.Array, size: Any) -> _core.Array:
+    return lax.div(lax.convert_element_type(count, _core.FLOAT32), _at_least_1(size))
 
 
 def _power(x: _core.Array) -> _core.Array:
     return lax.reduce_sum(lax.mul(x, x), range(x.ndim))
-
-
-def fp8_scale(amax: _core.Array, name: str) -> _core.Array:
-    """Returns the largest power of two that maps `amax` into a format, as `CurrentScaling` does."""
-    return _operands.compute_scale(amax, name, power_of_two=True)
 
 
 def clipped(x: _core.Array, dtype: Any) -> _core.Array:
@@ -165,13 +162,12 @@ def clipped(x: _core.Array, dtype: Any) -> _core.Array:
 
 def _rounding(x: _core.Array, name: str, zeros: _core.Array, inverse: Any) -> Rounding:
     """Returns the losses of a rounding; squares times `inverse**2` do not underflow."""
-    bits, (zero, last, _) = _bits(x), _range_of(name)
+    bits, (zero, last) = _bits(x), _range_of(name)
     underflow = lax.sub(_count(lax.le(bits, np.uint32(zero))), zeros)
     overflow = _count(lax.gt(bits, np.uint32(last)))
-    count = _at_least_1(lax.sub(np.uint32(x.size), zeros))
-    share = lambda part: lax.div(lax.convert_element_type(part, _core.FLOAT32), count)
+    count = lax.sub(np.uint32(x.size), zeros)
     error = lax.sub(_programs.rounded_to(clipped(x, name), name), x)
     signal, noise = (_power(lax.mul(each, inverse)) for each in (x, error))
     snr = lax.mul(lax.log(lax.div(signal, noise)), np.float32(10 / np.log(10)))
     snr = lax.select(lax.eq(noise, np.float32(0)), lax.full_like(snr, np.inf), snr)
-    return Rounding(share(underflow), share(overflow), snr)
+    return Rounding(_share(underflow, count), _share(overflow, count), snr)

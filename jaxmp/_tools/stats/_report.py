@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import jax
 import numpy as np
 
 from jaxmp import _programs
-from jaxmp._tools.report._section import Section, grouped, module_text, share_text
+from jaxmp._tools.report._section import Section, grouped, module_text, share_text, table
 from jaxmp._tools.report._views import Report
 from jaxmp._tools.stats._measure import LAST, POWERS, TensorStats
 
@@ -94,17 +95,15 @@ class StatsReport(Report):
             rows.sort(
                 key=lambda row: (-row.nonfinite, min(snr for *_, snr in row.formats.values()))
             )
-            more = 0 if full else max(0, len(rows) - _ROWS)
+            shown = rows if full else rows[:_ROWS]
+            more = len(rows) - len(shown)
             text = f"report.tensors has {more} more." if more else ""
-            names = list(dict.fromkeys(name for row in rows for name in row.formats))
-            columns = ("", "largest", "rms", *(name.removeprefix("float8_") for name in names))
-            rows = rows[: len(rows) - more]
-            cells = tuple(_cells(row, names) for row in rows)
-            if any(row.nonfinite for row in rows):
-                columns += ("nan/inf",)
-                shares = (share_text(row.nonfinite) for row in rows)
-                cells = tuple((*own, share) for own, share in zip(cells, shares, strict=True))
-            sections.append(Section(kind.replace("_", " ").capitalize(), text, columns, cells))
+            columns = [*_TENSOR_COLUMNS]
+            for name in dict.fromkeys(name for row in rows for name in row.formats):
+                columns.append((name.removeprefix("float8_"), functools.partial(_losses, name)))
+            if shown[0].nonfinite:
+                columns.append(("nan/inf", lambda row: share_text(row.nonfinite)))
+            sections.append(table(kind.replace("_", " ").capitalize(), shown, columns, text))
         return sections
 
     def _errors(self, full: bool) -> list[Section]:
@@ -116,15 +115,14 @@ class StatsReport(Report):
         columns = [self.errors[name][kind] for name, kind in names]
         if not columns:
             return []
-        largest: dict[str, float] = {}
-        for (_, kind), column in zip(names, columns, strict=True):
-            for module, error in column.items():
-                largest[module] = max(largest.get(module, 0), error * (kind == _programs.GRADIENTS))
-        worst = sorted(largest, key=lambda module: -largest[module])[: None if full else _ROWS]
+        modules = dict.fromkeys(module for column in columns for module in column)
+        gradients = [kinds.get(_programs.GRADIENTS, {}) for kinds in self.errors.values()]
+        largest = lambda module: max(column.get(module, 0) for column in gradients)
+        worst = sorted(modules, key=largest, reverse=True)[: None if full else _ROWS]
         share = lambda column, module: f"{column[module]:.2%}" if module in column else ""
         cells = tuple(
             (module_text(module), *(share(column, module) for column in columns))
-            for module in largest
+            for module in modules
             if module in worst
         )
         labels = [
@@ -177,16 +175,20 @@ def _power(scale: float) -> str:
     return f"2.0**{math.log2(scale):.0f}"
 
 
-def _cells(row: TensorRow, names: list[str]) -> tuple[str, ...]:
-    losses = {
-        name: f"{share_text(underflow + overflow)} {snr:.0f}"
-        for name, (underflow, overflow, snr) in row.formats.items()
-    }
-    numbers = f"{row.amax:.3g}", f"{row.rms:.3g}"
-    if row.nonfinite == 1:
-        # No element has a magnitude, or a loss.
-        losses, numbers = {}, ("", "")
-    return (module_text(row.name), *numbers, *(losses.get(name, "") for name in names))
+# Without a finite element, a tensor has no magnitude and no losses.
+_TENSOR_COLUMNS: tuple[tuple[str, Callable[[TensorRow], str]], ...] = (
+    ("", lambda row: module_text(row.name)),
+    ("largest", lambda row: "" if row.nonfinite == 1 else f"{row.amax:.3g}"),
+    ("rms", lambda row: "" if row.nonfinite == 1 else f"{row.rms:.3g}"),
+)
+
+
+def _losses(name: str, row: TensorRow) -> str:
+    """Returns the share that a format loses, and its signal-to-noise ratio."""
+    if row.nonfinite == 1 or name not in row.formats:
+        return ""
+    underflow, overflow, snr = row.formats[name]
+    return f"{share_text(underflow + overflow)} {snr:.0f}"
 
 
 # ---------------------------------------------------------------------------

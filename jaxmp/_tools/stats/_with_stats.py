@@ -19,8 +19,9 @@ from jaxmp import _core, _programs
 from jaxmp._policies import _op_table
 from jaxmp._tools.audit import _trace
 from jaxmp._tools.stats import _measure, _report
-from jaxmp._tools.stats._measure import clipped, fp8_scale
+from jaxmp._tools.stats._measure import clipped
 from jaxmp.errors import AuditError
+from jaxmp.fp8 import _operands
 from jaxmp.optim import _roles
 
 
@@ -394,7 +395,7 @@ def _is_fp32(x: Any) -> bool:
 
 def _fp8(x: _core.Array, is_cotangent: bool) -> _core.Array:
     name = "float8_e5m2" if is_cotangent else "float8_e4m3fn"
-    scale = fp8_scale(lax.reduce_max(lax.abs(x), range(x.ndim)), name)
+    scale = _operands.compute_scale(_operands.amax(x), name, power_of_two=True)
     return lax.div(_programs.rounded_to(clipped(lax.mul(x, scale), name), name), scale)
 
 
