@@ -172,9 +172,8 @@ def run_memory(
         estimate = jaxmp.typing.MemoryEstimate.from_json(text)
     else:
         make = _arguments.only_function("memory", function, name)
-        loaded = None if recipe is None else _recipe.load_recipe(recipe)
         run = lambda phase: _run_tool("memory", jaxmp.estimate_memory, make, phase, settings)
-        phases = [None] if loaded is None else loaded.split_phases()
+        phases = [None] if recipe is None else _recipe.load_recipe(recipe).split_phases()
         estimate = max(map(run, phases), key=lambda estimate: estimate.total)
     _arguments.write_report(estimate, json, html)
     raise typer.Exit(int(estimate.fits is False))
@@ -315,8 +314,7 @@ def _located(
         if count is None:
             arguments[0] = checkpointer.restore(arguments[0], step=step)
         else:
-            restored = checkpointer.restore(tuple(arguments[:count]), step=step)
-            arguments[:count] = restored
+            arguments[:count] = checkpointer.restore(tuple(arguments[:count]), step=step)
     state, *rest = arguments
     if rest and isinstance(rest[-1], Iterator):
         if len(rest) > 1:
