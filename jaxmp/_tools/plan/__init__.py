@@ -170,12 +170,10 @@ def check_plan(
         signature.bind("bf16", **dict(text.split("=") for text in keywords))
     except (TypeError, ValueError) as error:
         name = getattr(make_step, "__name__", repr(make_step))
-        function = name if name.isidentifier() else "make_step"
+        form = f"{name if name.isidentifier() else 'make_step'}({', '.join(['recipe', *keywords])})"
         raise AuditError(
-            f"plan received {name}, of type {type(make_step).__name__}, instead of a function that "
-            f"takes a recipe, and batch_size for batches=, and remat for remat=: {error}. Write\n"
-            f"    def {function}({', '.join(['recipe', *keywords])}):\n"
-            "        return train_step, state, batch"
+            f"plan received {name}, of type {type(make_step).__name__}, and cannot call {form}: "
+            f"{error}. Write\n    def {form}:\n        return train_step, state, batch"
         ) from None
     default = getattr(signature.parameters.get("remat"), "default", None)
     for value in lists.get("remat", ()):
