@@ -283,8 +283,10 @@ def sum_of_updates(master: str, policy: str, stochastic: bool) -> tuple[float, f
 
     There are 1,024 equal parameters, whose mean stochastic rounding preserves.
     """
-    tx = jaxmp.optim._mixed_precision.mixed_precision(
-        optax.sgd(UPDATE), recipe=policy, master=master, loss_scale=jaxmp.NoLossScale()
+    tx = (
+        jaxmp.load_recipe(policy)
+        .replace(master=master, loss_scale=jaxmp.NoLossScale())
+        .optimizer(optax.sgd(UPDATE))
     )
     tx = jaxmp.optim.stochastic_rounding(tx) if stochastic else tx
     params = {"w": jnp.ones(1024, jnp.float32)}

@@ -1709,6 +1709,13 @@ MUTATIONS = [
         ("test_hints.py::test_a_recipe_that_was_not_applied_is_said_without_float16_too",),
     ),
     Mutation(
+        "a recipe that computes in FP32 counts as not applied",
+        "jaxmp/_policies/_device.py",
+        "        loss.mark.is_applied = True\n",
+        "        pass\n",
+        ("test_hints.py::test_a_recipe_that_computes_all_matmuls_in_float32_is_applied",),
+    ),
+    Mutation(
         "a result that a function in C keeps counts as dropped",
         "jaxmp/_core/_messages.py",
         "    return any(each.argval == name and",

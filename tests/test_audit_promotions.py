@@ -89,7 +89,7 @@ def test_attention_in_fp32_is_faulted():
 @pytest.mark.parametrize("master", ["fp32", "packed", "none"])
 def test_optimizers_compute_in_fp32(master):
     tx = relaxed(optax.chain(optax.clip_by_global_norm(1.0), optax.lamb(1e-3)))
-    tx = jaxmp.optim._mixed_precision.mixed_precision(tx, recipe="bf16_params", master=master)
+    tx = jaxmp.load_recipe("bf16_params").replace(master=master).optimizer(tx)
     state = jaxmp.TrainState.create(apply_fn=None, params={"w": jnp.ones((64, 64))}, tx=tx)
 
     def step(state, x):

@@ -177,8 +177,8 @@ def test_an_average_beside_masters_has_its_own_fix(master, new):
 
 
 def test_stochastic_rounding_needs_no_masters():
-    inner = jaxmp.optim._mixed_precision.mixed_precision(
-        relaxed(optax.adam(1e-3)), recipe="bf16_params", master="none"
+    inner = (
+        jaxmp.load_recipe("bf16_params").replace(master="none").optimizer(relaxed(optax.adam(1e-3)))
     )
     tx = jaxmp.optim.stochastic_rounding(inner)
 

@@ -129,7 +129,7 @@ def traced_step(recipe, layers):
         state_of = {str(n): fp8.init_state(recipe) for n in range(layers)}
     params = {str(n): of_size(0.5, 16, 16) for n in range(layers)}
     variables = {"params": params, "_overwrite_with_gradient": state_of}
-    tx = jaxmp.optim._mixed_precision.mixed_precision(optax.sgd(0.1), recipe="bf16")
+    tx = jaxmp.load_recipe("bf16").optimizer(optax.sgd(0.1))
     state = jaxmp.TrainState.create(apply_fn=None, params=variables, tx=tx)
 
     def loss(variables, x):
@@ -474,9 +474,9 @@ def test_a_train_state_carries_it():
                 "params": {"w": of_size(1, 16, 8)},
                 "_overwrite_with_gradient": {"layer": fp8.init_state(RECIPE)},
             },
-            tx=jaxmp.optim._mixed_precision.mixed_precision(
-                inner, recipe="fp16", loss_scale=jaxmp.DynamicLossScale(init_scale=16.0)
-            ),
+            tx=jaxmp.load_recipe("fp16")
+            .replace(loss_scale=jaxmp.DynamicLossScale(init_scale=16.0))
+            .optimizer(inner),
         )
 
         def loss_fn(variables, x):

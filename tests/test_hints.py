@@ -123,6 +123,20 @@ def test_a_recipe_that_was_not_applied_is_said_without_float16_too(make):
     assert NOT_APPLIED in hint and "computes in bfloat16" in hint
 
 
+def test_a_recipe_that_computes_all_matmuls_in_float32_is_applied():
+    policies = jaxmp.PolicyMap("bf16", jaxmp.Rule("layers_0", "c=f32"))
+    model = jaxmp.load_recipe(policies).wrap(nn.Sequential([nn.Dense(8)]))
+    params = model.init(jax.random.key(0), X)
+    gram = lambda params: jnp.eye(4) + X @ params["params"]["layers_0"]["kernel"] @ X.T
+    for loss_fn in (
+        lambda params: jnp.mean(model.apply(params, X) ** 2),
+        jaxmp.autocast(lambda params: jnp.linalg.cholesky(gram(params)).sum(), "bf16"),
+    ):
+        tx = jaxmp.load_recipe("bf16").optimizer(optax.sgd(0.1))
+        state = jaxmp.TrainState.create(apply_fn=None, params=params, tx=tx)
+        assert hints_of(jax.jit(state.value_and_grad(loss_fn))) == []
+
+
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_matmuls_in_float64_are_said(dtype):
     with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):

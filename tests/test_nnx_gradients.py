@@ -237,6 +237,11 @@ def test_what_cannot_be_differentiated_is_refused():
         jaxmp.nnx.value_and_grad(model.__call__)
     with pytest.raises(jaxmp.JaxmpError, match=r"argnums names argument 2.*with 2 positional"):
         jaxmp.nnx.value_and_grad(lambda m, x: m(x).sum(), argnums=2)(model, X)
+    with pytest.raises(jaxmp.JaxmpError, match=r"batch_argnums names argument 2.*with 2 position"):
+        run = jaxmp.nnx.value_and_grad(
+            lambda m, x: m(x).sum(), microbatches=2, batch_argnums=(1, 2)
+        )
+        run(model, X)
     with pytest.raises(jaxmp.JaxmpError, match="loss scale by keyword"):
         jaxmp.nnx.value_and_grad(lambda m, x: m(x).sum(), 2.0**8)
     with pytest.raises(jaxmp.JaxmpError, match="microbatches=0"):

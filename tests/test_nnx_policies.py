@@ -745,7 +745,7 @@ def test_only_a_parameter_that_is_stored_otherwise_gets_a_variable_of_its_own():
     assert wrapped.blocks[0].w is model.blocks[0].w
     assert wrapped.head.kernel.dtype == jnp.float32
     np.testing.assert_array_equal(wrapped.head.kernel[...], model.head.kernel[...])
-    tx = jaxmp.optim._mixed_precision.mixed_precision(optax.sgd(0.1), recipe=policies)
+    tx = jaxmp.load_recipe(policies).optimizer(optax.sgd(0.1))
     jaxmp.nnx.Optimizer(wrapped, tx)
     assert wrapped.head.kernel.dtype == jnp.bfloat16
     assert bits_of(nnx.state(model)) == before

@@ -1,6 +1,5 @@
 """Masters, skipped steps and their composition, as optax transformations."""
 
-import functools
 import re
 
 import flax.jax_utils
@@ -21,7 +20,6 @@ from grids import EXPENSIVE, fast_cases
 from jaxmp import optim
 from jaxmp._core._trees import all_finite
 from jaxmp.errors import CompositionError, MasterOverflowError, RecipeWarning, ScaleCollapsedError
-from jaxmp.optim._mixed_precision import mixed_precision
 from jaxmp.optim._rounding import pack, unpack
 from jaxmp.optim._skip import skip_nonfinite
 from relaxed import relaxed
@@ -52,7 +50,7 @@ def adversarial(step, shape):
 @pytest.mark.parametrize("inner", [optax.adam(1e-2), optax.sgd(1e-3, momentum=0.9)])
 @fast_cases("inner0-policies0-fp32", "inner1-policies1-packed")
 def test_params_are_cast_masters_for_a_thousand_adversarial_steps(policies, form, inner):
-    tx = mixed_precision(relaxed(inner), recipe=policies, master=form)
+    tx = jaxmp.load_recipe(policies).replace(master=form).optimizer(relaxed(inner))
     stored = policies.default.param_dtype
     state = jaxmp.TrainState.create(apply_fn=None, params=toy_params(), tx=tx)
     cast = (lambda m: pack(m)[0]) if form == "packed" else (lambda m: m.astype(stored))
@@ -80,7 +78,7 @@ def test_both_forms_train_the_same_masters_as_fp32_parameters():
         ("fp32", BF16, "fp32"),
         ("packed", BF16, "packed"),
     ]:
-        tx = mixed_precision(relaxed(optax.adamw(1e-2)), recipe=policies, master=form)
+        tx = jaxmp.load_recipe(policies).replace(master=form).optimizer(relaxed(optax.adamw(1e-2)))
         state = jaxmp.TrainState.create(apply_fn=None, params=toy_params(), tx=tx)
         step = jax.jit(lambda state, g: state.apply_gradients(grads=g))
         for g in grads:
@@ -100,7 +98,7 @@ def test_small_updates_stall_without_masters_and_not_with_them():
     params = {"w": jnp.ones(4)}
     ends = {}
     for form in ("none", "fp32", "packed"):
-        tx = mixed_precision(optax.sgd(1e-3), recipe=BF16, master=form)
+        tx = jaxmp.load_recipe(BF16).replace(master=form).optimizer(optax.sgd(1e-3))
         state = jaxmp.TrainState.create(apply_fn=None, params=params, tx=tx)
         step = jax.jit(lambda state: state.apply_gradients(grads={"w": jnp.ones(4)}))
         for _ in range(1000):
@@ -113,7 +111,7 @@ def test_small_updates_stall_without_masters_and_not_with_them():
 @pytest.mark.parametrize("form", ["fp32", "packed"])
 def test_plain_optax_loop_lands_on_the_cast_master(form):
     params = toy_params()
-    tx = mixed_precision(relaxed(optax.adam(1e-2)), recipe=BF16, master=form)
+    tx = jaxmp.load_recipe(BF16).replace(master=form).optimizer(relaxed(optax.adam(1e-2)))
     state = tx.init(params)
     params = optim._master.cast_params(params, BF16, form)
 
@@ -138,14 +136,14 @@ def test_plain_optax_loop_lands_on_the_cast_master(form):
 
 def test_moments_are_fp32_whatever_the_parameters_are():
     for form in ("fp32", "packed", "none"):
-        tx = mixed_precision(optax.adam(1e-2), recipe=BF16, master=form)
+        tx = jaxmp.load_recipe(BF16).replace(master=form).optimizer(optax.adam(1e-2))
         state = tx.init(toy_params())
         adam = optax.tree.get(state, "mu"), optax.tree.get(state, "nu")
         assert {leaf.dtype for leaf in jax.tree.leaves(adam)} == {np.dtype("float32")}
 
 
 def test_fp32_parameters_have_no_second_copy():
-    state = mixed_precision(optax.sgd(0.1), recipe=FP32).init(toy_params())
+    state = jaxmp.load_recipe(FP32).optimizer(optax.sgd(0.1)).init(toy_params())
     assert not jax.tree.leaves(state.inner_state.masters)
 
 
@@ -153,7 +151,7 @@ def test_rules_choose_the_storage_of_each_parameter():
     policies = jaxmp.PolicyMap(
         "p=bf16,c=bf16,o=f32", [jaxmp.Rule("dense:bias", "p=f32", why="small and sensitive")]
     )
-    tx = mixed_precision(optax.sgd(0.1), recipe=policies)
+    tx = jaxmp.load_recipe(policies).optimizer(optax.sgd(0.1))
     state = jaxmp.TrainState.create(apply_fn=None, params=toy_params(), tx=tx)
     assert state.params["dense"]["kernel"].dtype == jnp.bfloat16
     assert state.params["dense"]["bias"].dtype == jnp.float32
@@ -171,7 +169,7 @@ def test_rules_choose_the_storage_of_each_parameter():
     ],
 )
 def test_optax_maps_over_the_states_that_are_like_the_parameters(recipe, form, inner):
-    tx = mixed_precision(relaxed(inner), recipe=recipe, master=form)
+    tx = jaxmp.load_recipe(recipe).replace(master=form).optimizer(relaxed(inner))
     params = jaxmp.load_recipe(recipe).cast_params(toy_params())
     state = tx.init(toy_params())
     names = {"dense": {"kernel": "kernel", "bias": "bias"}}
@@ -198,7 +196,7 @@ def test_optax_maps_over_masters_of_some_parameters_as_over_masked_ones():
 
 def test_optax_reads_and_sets_fields_of_the_inner_state():
     inner = optax.inject_hyperparams(optax.adam)(learning_rate=0.1)
-    state = mixed_precision(inner, recipe="bf16_params").init(toy_params())
+    state = jaxmp.load_recipe("bf16_params").optimizer(inner).init(toy_params())
     new = optax.tree.set(state, learning_rate=jnp.float32(0.5))
     assert optax.tree.get(new, "learning_rate") == 0.5
     assert changed(state, new) == [".inner_state.inner_state.hyperparams['learning_rate']"]
@@ -230,7 +228,7 @@ def test_masters_of_parameters_that_were_drawn_in_16_bits_are_named(recipe):
 def test_a_master_that_does_not_fit_skips_the_step_and_check_names_it():
     params = {"a": {"w": jnp.full((2,), 60000.0)}, "b": jnp.ones(2)}
     for skip in ("cond", "select"):
-        tx = mixed_precision(optax.sgd(1.0), recipe=FP16, skip=skip)
+        tx = jaxmp.load_recipe(FP16).replace(skip=skip).optimizer(optax.sgd(1.0))
         state = jaxmp.TrainState.create(apply_fn=None, params=params, tx=tx)
         grads = {"a": {"w": jnp.array([0.0, -6000.0])}, "b": jnp.ones(2)}
         new = jax.jit(lambda s, g: s.apply_gradients(grads=g))(state, grads)
@@ -244,34 +242,27 @@ def test_a_master_that_does_not_fit_skips_the_step_and_check_names_it():
 
 
 def test_packed_is_refused_for_float16_with_a_fix_that_works():
-    tx = mixed_precision(optax.sgd(0.1), recipe=FP16, master="packed")
+    tx = optim.master_params(optax.sgd(0.1), recipe=FP16, master="packed")
     with pytest.raises(CompositionError, match="dense:bias") as error:
         tx.init(toy_params())
     rule = re.search(r"Rule\(.*\)", str(error.value)).group()
     mended = jaxmp.PolicyMap(
         FP16.default, [eval(rule, {"Rule": jaxmp.Rule}), jaxmp.Rule("**", "p=bf16")]
     )
-    mixed_precision(optax.sgd(0.1), recipe=mended, master="packed").init(toy_params())
+    optim.master_params(optax.sgd(0.1), recipe=mended, master="packed").init(toy_params())
 
 
 def test_uncast_parameters_are_refused_in_a_plain_loop():
-    tx = mixed_precision(optax.sgd(0.1), recipe=BF16)
+    tx = jaxmp.load_recipe(BF16).optimizer(optax.sgd(0.1))
     params = toy_params()
     state = tx.init(params)
     with pytest.raises(CompositionError, match=r"recipe.cast_params\(params\)"):
         tx.update(params, state, params)
 
 
-@pytest.mark.parametrize("bad", [{"master": "fp64"}, {"skip": "maybe"}])
-def test_unknown_modes_are_refused_with_the_menu(bad):
-    (value,) = bad.values()
-    with pytest.raises(CompositionError, match=f"{value}.*Allowed.*auto"):
-        mixed_precision(optax.sgd(0.1), recipe=FP32, **bad)
-
-
-def test_no_guard_and_a_dynamic_scale_contradict():
-    with pytest.raises(CompositionError, match="skip='auto'"):
-        skip_nonfinite(optax.sgd(0.1), loss_scale=jaxmp.DynamicLossScale(), skip="none")
+def test_an_unknown_master_is_refused_with_the_menu():
+    with pytest.raises(CompositionError, match=r"fp64.*Allowed.*auto"):
+        optim.master_params(optax.sgd(0.1), recipe=FP32, master="fp64")
 
 
 # ---------------------------------------------------------------------------
@@ -286,7 +277,11 @@ def test_a_nonfinite_gradient_changes_only_scale_and_counters(skip, bad):
     inner = relaxed(
         optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(optax.linear_schedule(1e-2, 0, 9)))
     )
-    tx = mixed_precision(inner, recipe=BF16, loss_scale=jaxmp.DynamicLossScale(), skip=skip)
+    tx = (
+        jaxmp.load_recipe(BF16)
+        .replace(loss_scale=jaxmp.DynamicLossScale(), skip=skip)
+        .optimizer(inner)
+    )
     params = optim._master.cast_params(toy_params(), BF16)
     state = tx.init(toy_params())
     grads = jax.tree.map(lambda p: jnp.ones(p.shape), params)
@@ -335,11 +330,11 @@ def test_check_raises_when_the_scale_collapses():
 @pytest.mark.parametrize(
     "around",
     [
-        functools.partial(mixed_precision, recipe=FP32),
+        jaxmp.load_recipe(FP32).optimizer,
         skip_nonfinite,
         optim.master_params,
     ],
-    ids=["mixed_precision", "skip_nonfinite", "master_params"],
+    ids=["recipe", "skip_nonfinite", "master_params"],
 )
 def test_sixteen_bit_gradients_reach_the_inner_transformation_in_fp32(around):
     seen = []
@@ -403,9 +398,12 @@ def quadratic(params):
     return sum(jnp.sum(p.astype(jnp.float32) ** 2) for p in jax.tree.leaves(params))
 
 
-def mixed(inner=None, **kwargs):
-    options = {"recipe": BF16, "loss_scale": jaxmp.DynamicLossScale(), **kwargs}
-    return mixed_precision(relaxed(optax.adamw(1e-2) if inner is None else inner), **options)
+MIXED = jaxmp.load_recipe(BF16).replace(loss_scale="dynamic")
+
+
+def mixed(inner=None, **changes):
+    inner = relaxed(optax.adamw(1e-2) if inner is None else inner)
+    return MIXED.replace(**changes).optimizer(inner)
 
 
 COMPOSITIONS = {
@@ -483,7 +481,7 @@ def test_compositions_train_skip_and_keep_their_types(name):
         (lambda tx: optim.stochastic_rounding(tx), "StochasticRoundingState"),
         (lambda tx: optax.contrib.schedule_free(tx, 1.0), "ScheduleFreeState"),
         (
-            lambda tx: mixed_precision(tx, recipe=BF16),
+            lambda tx: jaxmp.load_recipe(BF16).optimizer(tx),
             "recipe.optimizer(inner)",
         ),
     ],
@@ -620,14 +618,14 @@ def test_states_of_several_optimizers_are_checked_one_by_one():
     with pytest.raises(CompositionError, match="apply_if_finite"):
         jaxmp.check((first, wrapped))
     # A train state was checked when it was created.
-    tx = optax.chain(optax.trace(0.9), mixed(optax.sgd(0.5), recipe=FP32))
+    tx = optax.chain(optax.trace(0.9), mixed(optax.sgd(0.5), policies=FP32))
     state = jaxmp.TrainState.create(apply_fn=None, params=params, tx=tx)
     jaxmp.check([state, first])
     jaxmp.check((optax.LookaheadParams.init_synced(params), first))
 
 
 def test_parts_after_it_in_a_chain_are_fine_for_fp32_parameters():
-    tx = optax.chain(mixed(optax.sgd(0.5), recipe=FP32), optax.scale(0.5))
+    tx = optax.chain(mixed(optax.sgd(0.5), policies=FP32), optax.scale(0.5))
     state = jaxmp.TrainState.create(apply_fn=None, params={"w": jnp.ones(2)}, tx=tx)
     state = state.apply_gradients(grads={"w": jnp.ones(2)})
     np.testing.assert_allclose(state.params["w"], 0.75)
@@ -635,7 +633,7 @@ def test_parts_after_it_in_a_chain_are_fine_for_fp32_parameters():
 
 def test_state_around_the_guard_is_restored_on_a_skip():
     """Otherwise, momentum outside of the guard would keep the NaN permanently."""
-    tx = optax.chain(optax.trace(0.9), mixed(optax.sgd(0.5), recipe=FP32), optax.trace(0.9))
+    tx = optax.chain(optax.trace(0.9), mixed(optax.sgd(0.5), policies=FP32), optax.trace(0.9))
     state = jaxmp.TrainState.create(apply_fn=None, params={"w": jnp.ones(2)}, tx=tx)
     state = state.apply_gradients(grads={"w": jnp.ones(2)})
     skipped = state.apply_gradients(grads={"w": jnp.array([1.0, jnp.nan])})
@@ -644,8 +642,10 @@ def test_state_around_the_guard_is_restored_on_a_skip():
 
 def test_flax_nnx_optimizer_holds_it():
     model = nnx.Linear(3, 2, rngs=nnx.Rngs(0))
-    tx = mixed_precision(
-        relaxed(optax.adamw(1e-1)), recipe=FP32, loss_scale=jaxmp.DynamicLossScale()
+    tx = (
+        jaxmp.load_recipe(FP32)
+        .replace(loss_scale=jaxmp.DynamicLossScale())
+        .optimizer(relaxed(optax.adamw(1e-1)))
     )
     optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
 
@@ -672,7 +672,7 @@ def test_flax_nnx_optimizer_holds_it():
 
 
 def test_master_params_of_fp32_parameters_are_the_parameters():
-    state = jaxmp.TrainState.create(apply_fn=None, params=toy_params(), tx=mixed(recipe=FP32))
+    state = jaxmp.TrainState.create(apply_fn=None, params=toy_params(), tx=mixed(policies=FP32))
     assert not changed(state.params, jaxmp.get_master_params(state))
     with pytest.raises(jaxmp.JaxmpError, match=r"get_master_params\(train_state\)"):
         jaxmp.get_master_params(state.opt_state)
@@ -900,7 +900,7 @@ def test_a_step_outside_of_the_mapped_function_is_explained():
 
 def test_devices_with_other_parts_of_the_parameters_skip_together():
     """Only the part of one device overflows float16."""
-    tx = mixed_precision(optax.sgd(1.0), recipe=FP16, axis_name="d")
+    tx = jaxmp.load_recipe(FP16).optimizer(optax.sgd(1.0), axis_name="d")
 
     def one(w):
         state = jaxmp.TrainState.create(apply_fn=None, params={"w": w}, tx=tx)
@@ -913,7 +913,7 @@ def test_devices_with_other_parts_of_the_parameters_skip_together():
 @pytest.mark.parametrize("skip", ["cond", "select"])
 def test_parameters_sharded_by_shard_map_train_and_skip_together(skip):
     mesh = Mesh(np.array(jax.devices()[:4]), ("d",), axis_types=(AxisType.Auto,))
-    tx = mixed_precision(optax.sgd(1.0), recipe=FP16, axis_name="d", skip=skip)
+    tx = jaxmp.load_recipe(FP16).replace(skip=skip).optimizer(optax.sgd(1.0), axis_name="d")
 
     def one(w, grad):
         state = jaxmp.TrainState.create(apply_fn=None, params={"w": w}, tx=tx)
@@ -931,7 +931,7 @@ def test_parameters_sharded_by_shard_map_train_and_skip_together(skip):
 
 
 def test_a_stored_value_that_never_fit_is_named_at_once():
-    tx = mixed_precision(optax.sgd(1.0), recipe=FP16)
+    tx = jaxmp.load_recipe(FP16).optimizer(optax.sgd(1.0))
     state = jaxmp.TrainState.create(apply_fn=None, params={"w": jnp.full(2, 70000.0)}, tx=tx)
     with pytest.raises(MasterOverflowError, match="':w'"):
         jaxmp.check(state)
@@ -940,7 +940,7 @@ def test_a_stored_value_that_never_fit_is_named_at_once():
 @pytest.mark.parametrize("skip", ["select", "cond"])
 @pytest.mark.parametrize("master", ["fp32", "packed"])
 def test_bfloat16_masters_saturate_and_check_names_them_in_the_next_step(master, skip):
-    tx = mixed_precision(optax.sgd(1e20), recipe=BF16, master=master, skip=skip)
+    tx = jaxmp.load_recipe(BF16).replace(master=master, skip=skip).optimizer(optax.sgd(1e20))
     params = {"a": {"v": jnp.ones(2), "w": jnp.full(2, 3.38e38)}}
     state = jaxmp.TrainState.create(apply_fn=None, params=params, tx=tx)
     grads = lambda value: {"a": {"v": jnp.zeros(2), "w": jnp.full(2, value)}}
@@ -961,7 +961,7 @@ def test_bfloat16_masters_saturate_and_check_names_them_in_the_next_step(master,
 def test_a_finite_gradient_with_an_infinite_norm_skips_the_step(skip):
     """optax would divide all gradients by the infinite norm, and decay the momentum."""
     inner = optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.1, momentum=0.9))
-    tx = mixed_precision(inner, recipe=BF16, skip=skip)
+    tx = jaxmp.load_recipe(BF16).replace(skip=skip).optimizer(inner)
     state = jaxmp.TrainState.create(apply_fn=None, params={"w": jnp.ones(2)}, tx=tx)
     largest = state.apply_gradients(grads={"w": jnp.array([1.8e19, 1.0])})
     assert int(largest.step) == 1
@@ -976,7 +976,7 @@ def test_a_finite_gradient_with_an_infinite_norm_skips_the_step(skip):
 
 def test_the_update_has_no_check_of_new_bfloat16_masters():
     """XLA:GPU would write these masters to memory in FP32, for the check and for the parameters."""
-    tx = mixed_precision(optax.sgd(0.5), recipe=BF16, skip="none")
+    tx = jaxmp.load_recipe(BF16).replace(skip="none").optimizer(optax.sgd(0.5))
     state = jaxmp.TrainState.create(apply_fn=None, params={"w": jnp.ones(7)}, tx=tx)
     step = lambda state, grads: state.apply_gradients(grads=grads).params
     jaxpr = jax.make_jaxpr(step)(state, {"w": jnp.ones(7)}).jaxpr
@@ -1025,11 +1025,10 @@ def test_donation_takes_nothing_of_the_callers():
 @pytest.mark.parametrize(
     "tx",
     [
-        mixed_precision(optax.adamw(1e-3), recipe="bf16"),
+        jaxmp.load_recipe("bf16").optimizer(optax.adamw(1e-3)),
         optim.master_params(optax.adamw(1e-3), recipe="bf16"),
-        skip_nonfinite(optax.adamw(1e-3)),
     ],
-    ids=["mixed_precision", "master_params", "skip_nonfinite"],
+    ids=["recipe", "master_params"],
 )
 def test_the_state_of_fp8_scaling_is_no_parameter(tx):
     state = {"_overwrite_with_gradient": {"w": jnp.zeros(())}}

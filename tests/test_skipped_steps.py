@@ -23,7 +23,6 @@ from jaxmp._tools.audit._hlo import Program
 from jaxmp._tools.audit._hlo_kernels import kernels
 from jaxmp._tools.audit._trace import trace
 from jaxmp.errors import CompositionError, ScaleCollapsedError, SkippedStepsWarning
-from jaxmp.optim._mixed_precision import mixed_precision
 from jaxmp.optim._skip import skip_nonfinite
 
 PARAMS = {"a": jnp.ones(2), "b": {"w": jnp.ones(3), "x": jnp.ones(())}}
@@ -171,7 +170,11 @@ def test_gradients_that_are_all_zero_are_counted_and_named(recipe, scale, skip):
         quotient = scaled.astype(jnp.float32) / norm[is_fixed](scaled)
         return lax.select(p["b"] > 5, p["b"].astype(jnp.float32), quotient @ targets)
 
-    tx = mixed_precision(optax.sgd(1e-3), recipe=recipe, loss_scale=scale, skip=skip)
+    tx = (
+        jaxmp.load_recipe(recipe)
+        .replace(loss_scale=scale or "none", skip=skip)
+        .optimizer(optax.sgd(1e-3))
+    )
     dtype = jnp.float16 if scale else jnp.float32
     params = {"w": jnp.ones(4, dtype), "b": jnp.zeros(())}
     step = jax.jit(

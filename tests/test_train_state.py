@@ -266,18 +266,18 @@ def test_random_keys_move_on_when_a_step_is_skipped():
 def test_required_path_rules_about_storage_are_judged_at_create():
     rule = jaxmp.Rule("hed", "p=f32", why="a typing error")
     policies = jaxmp.PolicyMap("p=bf16,c=bf16,o=f32", [rule])
-    tx = jaxmp.optim._mixed_precision.mixed_precision(optax.sgd(0.1), recipe=policies)
+    tx = jaxmp.load_recipe(policies).optimizer(optax.sgd(0.1))
     params = {"head": {"kernel": jnp.ones((2, 2))}, "body": {"kernel": jnp.ones((2, 2))}}
     with pytest.raises(jaxmp.errors.RuleError, match="'head'"):
         jaxmp.TrainState.create(apply_fn=None, params=params, tx=tx)
     compute_only = jaxmp.PolicyMap(policies.default, [jaxmp.Rule("hed", "c=f32")])
-    tx = jaxmp.optim._mixed_precision.mixed_precision(optax.sgd(0.1), recipe=compute_only)
+    tx = jaxmp.load_recipe(compute_only).optimizer(optax.sgd(0.1))
     jaxmp.TrainState.create(apply_fn=None, params=params, tx=tx)
 
 
 def test_rules_leave_the_collection_out():
     policies = jaxmp.PolicyMap("p=bf16,c=bf16,o=f32", [jaxmp.Rule("head", "p=f32")])
-    tx = jaxmp.optim._mixed_precision.mixed_precision(optax.sgd(0.1), recipe=policies)
+    tx = jaxmp.load_recipe(policies).optimizer(optax.sgd(0.1))
     variables = {
         "params": {"head": {"kernel": jnp.ones((2, 2))}, "body": {"kernel": jnp.ones((2, 2))}},
         "_overwrite_with_gradient": {"amax": jnp.zeros(4)},

@@ -106,13 +106,14 @@ def autocast(
 
     @functools.wraps(fn)
     def autocast_fn(*args: P.args, **kwargs: P.kwargs) -> R:
-        _device.check_device(config.policies)
-        _device.check_gradient(config.policies, lambda: (args, kwargs), mark)
+        _device.check_training(config.policies, lambda: (args, kwargs), mark)
         with _explain.decisions(config.policies.default.matmul == "fp8") as rows:
             traced, in_custom_vjp = trace(fn, args, kwargs)
             interpreter = Autocast(config, in_custom_vjp, lists_calls=_explain.is_explained())
             arrays = interpreter.function(traced.closed, traced.arrays)
-        _explain.warn_if_unused(f"autocast({getattr(fn, '__name__', 'fn')}, ...)", rows, 2)
+        name = f"autocast({getattr(fn, '__name__', 'fn')}, ...)"
+        if text := _explain.unused_text(name, rows):
+            _core.warn_user(text, repeats=False)
         return traced.results(arrays)
 
     return _core.warn_if_dropped(autocast_fn, "loss_fn = jaxmp.autocast(loss_fn, recipe)")

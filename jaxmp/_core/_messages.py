@@ -68,10 +68,12 @@ class Mark:
     Attributes:
       dtype: compute dtype of the optimizer's recipe, if it has 16 bits; otherwise None.
       is_checked: the hint of the object has been considered.
+      is_applied: a model or function with a 16-bit recipe ran in the loss of the optimizer.
     """
 
     dtype: np.dtype | None = dataclasses.field(default=None, compare=False, repr=False)
     is_checked: bool = dataclasses.field(default=False, compare=False, repr=False)
+    is_applied: bool = dataclasses.field(default=False, compare=False, repr=False)
 
 
 def warn_if_dropped(result: T, fix: str) -> T:

@@ -11,12 +11,9 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from jaxmp._core._messages import did_you_mean
-from jaxmp._core._trees import Path, path_names
+from jaxmp._core._trees import BOX_FIELDS, Path, path_names
 from jaxmp._core._typing import Array, PyTree
 from jaxmp.errors import JaxmpError
-
-# Names under which a Variable of Flax NNX stores its array.
-_CONTENTS = frozenset({"value", "raw_value"})
 
 
 def shardings_by_path(shardings: PyTree, argument: str) -> dict[Path, NamedSharding]:
@@ -36,10 +33,8 @@ def shardings_by_path(shardings: PyTree, argument: str) -> dict[Path, NamedShard
             "jax.tree.map(lambda p: NamedSharding(mesh, PartitionSpec()), params)."
         )
     result: dict[Path, NamedSharding] = {}
-    flat, _ = jax.tree_util.tree_flatten_with_path(
-        shardings, is_leaf=lambda node: isinstance(node, Sharding)
-    )
-    for key_path, sharding in flat:
+    is_sharding = lambda node: isinstance(node, Sharding)
+    for key_path, sharding in jax.tree.leaves_with_path(shardings, is_leaf=is_sharding):
         names = as_parts(without_contents(path_names(key_path)))
         names = names[1:] if len(names) > 1 and names[0] == "params" else names
         if not isinstance(sharding, NamedSharding):
@@ -129,7 +124,7 @@ def as_parts(names: Path) -> Path:
 
 def without_contents(names: Path) -> Path:
     """Returns a path without the name of the array in a Variable of Flax NNX."""
-    return names[:-1] if names and names[-1] in _CONTENTS else names
+    return names[:-1] if names and names[-1] in BOX_FIELDS else names
 
 
 def flattened(x: Array) -> Array:

@@ -25,7 +25,7 @@ _AnyArray: TypeAlias = jax.Array | np.ndarray | np.generic | jax.ShapeDtypeStruc
 # ---------------------------------------------------------------------------
 
 # Boxes (`nn.Partitioned`, `nnx.Variable`) add one of these fields below the name of a parameter.
-_BOX_FIELDS = frozenset({"value", "raw_value"})
+BOX_FIELDS = frozenset({"value", "raw_value"})
 
 
 class HiddenKey:
@@ -55,7 +55,7 @@ def path_names(key_path: tuple[Any, ...]) -> Path:
     while (
         len(names) > 1
         and isinstance(key_path[len(names) - 1], jax.tree_util.GetAttrKey)
-        and names[-1] in _BOX_FIELDS
+        and names[-1] in BOX_FIELDS
     ):
         names.pop()
     return tuple(names)
@@ -82,8 +82,7 @@ def map_with_path(fn: Callable[..., Any], tree: PyTree, *rest: PyTree) -> PyTree
 
 def leaves_with_path(tree: PyTree) -> list[tuple[Path, Any]]:
     """Returns `[(names, leaf), ...]` in flattening order."""
-    flat, _ = jax.tree_util.tree_flatten_with_path(tree)
-    return [(path_names(key_path), leaf) for key_path, leaf in flat]
+    return [(path_names(key_path), leaf) for key_path, leaf in jax.tree.leaves_with_path(tree)]
 
 
 # ---------------------------------------------------------------------------
@@ -310,6 +309,13 @@ def in_one_program(fn: Callable[..., Any], *trees: PyTree) -> Any:
         (frozenset(leaf.sharding.device_set), leaf.sharding.memory_kind) for leaf in leaves
     }
     return (jax.jit(fn) if len(placements) == 1 else fn)(*trees)
+
+
+def are_alike(tree: PyTree, other: PyTree) -> bool:
+    """Returns True if two trees have the same structure, shapes and dtypes."""
+    kind = lambda leaf: (np.shape(leaf), getattr(leaf, "dtype", type(leaf)))
+    (leaves, structure), (others, other_structure) = map(jax.tree.flatten, (tree, other))
+    return structure == other_structure and list(map(kind, leaves)) == list(map(kind, others))
 
 
 def copied(array: Array) -> jax.Array:

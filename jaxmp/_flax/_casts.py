@@ -181,12 +181,6 @@ def cast_like(tree: PyTree, like: PyTree) -> PyTree:
     )
 
 
-@functools.cache
-def computes_in_16_bits(policies: _load.PolicyMap) -> bool:
-    """Returns True if the default policy or a rule computes in 16 bits."""
-    return any(_device.computes_in(policies, np.dtype(each)) for each in (jnp.bfloat16, np.float16))
-
-
 def cast_outputs(
     module_policy: ModulePolicy,
     out: PyTree,
@@ -205,7 +199,7 @@ def cast_outputs(
 
     def cast_leaf(leaf: Any, dtype: DTypeLike) -> Any:
         if resolved.casts_output or not _core.is_16bit(module_policy.policy.compute_dtype):
-            if computes_in_16_bits(module_policy.policies):
+            if _device.computes_in_16_bits(module_policy.policies):
                 leaf = _core.strongly_typed(leaf)  # the result of a narrow layer
             return cast_array(leaf, dtype)
         if id(leaf) in unrounded:

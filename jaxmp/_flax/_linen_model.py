@@ -218,8 +218,7 @@ def _entered(
         _linen_interceptor.key_scopes(module)
     mark = module.__dict__["_jaxmp_mark"]
     # Before the model is searched: in that trace no warning is shown.
-    _device.check_device(root.policies)
-    _device.check_gradient(root.policies, lambda: module.variables.get("params", {}), mark)
+    _device.check_training(root.policies, lambda: module.variables.get("params", {}), mark)
     decisions = None if call is None else _decisions_of(module, root, *call)
     under_policies = _compat.context(policies=root, decisions=decisions)
     with nn.intercept_methods(_linen_interceptor.PolicyInterceptor(root)), under_policies:
@@ -441,7 +440,7 @@ class _UnderPolicies(_Base):
         variables = constrain_variables(variables, self.__dict__.get("_jaxmp_shardings", {}))
         call = functools.partial(super().apply, method=_method_of_apply(module, method))
         out = call(variables, *args, **kwargs)
-        self.__dict__["_jaxmp_search"].warn(2)
+        self.__dict__["_jaxmp_search"].warn()
         return out
 
     def init_with_output(

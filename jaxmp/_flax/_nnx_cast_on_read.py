@@ -25,6 +25,7 @@ Path: TypeAlias = tuple[str, ...]
 ATTRIBUTE = "_pytree__jaxmp"
 
 
+@dataclasses.dataclass(eq=False, repr=False)
 class Bound:
     """Location of a module below the root that has the policies.
 
@@ -39,25 +40,17 @@ class Bound:
       is_decision: as in `resolve_policy`.
     """
 
-    __slots__ = (
-        *("_hash", "author", "cls", "is_decision", "mark", "module_policy", "outputs", "path"),
-        *("policies", "search"),
-    )
+    policies: PolicyMap
+    path: Path
+    cls: type
+    author: tuple[tuple[str, Any], ...] = ()
+    outputs: int | None = None
+    is_decision: bool = False
 
-    def __init__(
-        self,
-        policies: PolicyMap,
-        path: Path,
-        cls: type,
-        author: tuple[tuple[str, Any], ...] = (),
-        outputs: int | None = None,
-        is_decision: bool = False,
-    ) -> None:
-        self.policies, self.path, self.cls = policies, path, cls
-        self.author, self.outputs, self.is_decision = author, outputs, is_decision
-        traits = NNX_LAYERS.traits(cls)
+    def __post_init__(self) -> None:
+        traits, decides = NNX_LAYERS.traits(self.cls), self.is_decision
         self.module_policy = resolve_module(
-            policies, path, cls, traits, outputs, is_decision=is_decision
+            self.policies, self.path, self.cls, traits, self.outputs, is_decision=decides
         )
         self.mark, self.search = Mark(), ModelSearch()
         self._hash = hash(self._key)

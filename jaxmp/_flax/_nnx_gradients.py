@@ -19,8 +19,6 @@ from jaxmp._flax._nnx_writes import (
     Slot,
     Write,
     by_position,
-    count_argnums,
-    describe_arrays,
     is_ref,
     put_objects,
     ref_indices,
@@ -139,7 +137,8 @@ class Gradient:
         """Returns the filter of the Variables of each argument to differentiate."""
         numbers = _core.as_tuple(self.argnums)
         filters = (n.filter if isinstance(n, nnx.DiffState) else self.wrt for n in numbers)
-        return dict(zip(count_argnums("argnums", self.numbers, count), filters, strict=True))
+        argnums = _value_and_grad.count_argnums("argnums", self.numbers, count, 1)
+        return dict(zip(argnums, filters, strict=True))
 
     def __call__(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], options: dict[str, Any]
@@ -168,7 +167,7 @@ class _Call:
         self.filters = gradient.filters(len(args))
         self.microbatches = options.get("microbatches", 1)
         numbers = {
-            name: count_argnums(name, options[name], len(args))
+            name: _value_and_grad.count_argnums(name, options[name], len(args), self.microbatches)
             for name in ("batch_argnums", "rng_argnums")
             if options.get(name) is not None
         }
@@ -430,7 +429,7 @@ class _Plan:
             source = "unchanged"
         elif index in call.is_carried:
             source = "carried"
-            if describe_arrays(_value(leaf)) != describe_arrays(call.values[index]):
+            if not _core.are_alike(_value(leaf), call.values[index]):
                 raise JaxmpError(
                     f"With microbatches={call.microbatches} the function changes the shape or the "
                     f"dtype of {_text(path[2:])}, from {_brief(call.values[index])} to "

@@ -50,8 +50,8 @@ class Optimizer(nnx.Optimizer):
       wrt: filter of the Variables to update.
 
     Raises:
-      CompositionError: if `wrt` selects nothing, or a transformation around `mixed_precision` would
-        break it silently.
+      CompositionError: if `wrt` selects nothing, or a transformation around `recipe.optimizer`
+        would break it silently.
 
     Example:
       >>> model = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
@@ -164,7 +164,7 @@ class Optimizer(nnx.Optimizer):
             return
         frozen = nnx.as_pure(nnx.state(model, nnx.All(nnx.Param, nnx.Not(self.wrt))))
         fix = "nnx.update(model, recipe.cast_params(nnx.state(model, nnx.Param)))"
-        _assign.warn_of_wide(frozen, self._pure_state(), fix, stacklevel=3)
+        _assign.warn_of_wide(frozen, self._pure_state(), fix)
 
     def _remember(self, writes: list[Write]) -> None:
         """Records the writes of a call, which replace those of an earlier call."""

@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import functools
 import threading
-import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -36,7 +35,6 @@ from jaxmp._flax._nnx_cast_on_read import (
 from jaxmp._flax._nnx_layers import NNX_LAYERS, check_attributes, set_fp8_state
 from jaxmp._policies import _device
 from jaxmp._policies._load import PolicyMap
-from jaxmp.errors import RecipeWarning
 
 # ---------------------------------------------------------------------------
 # Classes
@@ -304,8 +302,7 @@ def call_method(
     if _frames.stack or bound.is_decision:
         return _call(bound, module, name, call, args, kwargs)
     # Before the model is searched: in that trace no warning is shown.
-    _device.check_device(bound.policies)
-    _device.check_gradient(bound.policies, lambda: nnx.state(module, nnx.Param), bound.mark)
+    _device.check_training(bound.policies, lambda: nnx.state(module, nnx.Param), bound.mark)
     key = bound.cls, bound.policies, bound.path
     prepare = functools.partial(_separated, module, name, args, kwargs)
     # An attribute may choose a head, as an argument does.
@@ -313,7 +310,7 @@ def call_method(
     operands, method = (args, kwargs, own), getattr(bound.cls, name)
     with _compat.context(decisions=bound.search.of_call(key, method, operands, prepare)):
         out = _call(bound, module, name, call, args, kwargs)
-    bound.search.warn(3)
+    bound.search.warn()
     return out
 
 
@@ -346,7 +343,7 @@ def _call(
         # Modules may have been added to a Python list or dict.
         containers = (item for item in vars(module).items() if type(item[1]) in (list, dict))
         for attribute, value in containers:
-            _warn_of_unwrapped(bound, attribute, value, stacklevel=5)
+            _warn_of_unwrapped(bound, attribute, value)
     is_forward = caller is None or not caller.is_forward
     is_forward = is_forward and policy.is_forward(name)
     as_author = is_forward and _keeps_dtype(module, bound, (args, kwargs))
@@ -381,17 +378,16 @@ def _replaced(
     return call
 
 
-def _warn_of_unwrapped(bound: Bound, name: str, value: PyTree, stacklevel: int = 3) -> None:
+def _warn_of_unwrapped(bound: Bound, name: str, value: PyTree) -> None:
     """Warns about modules without policies in an attribute of a wrapped model."""
     for leaf in jax.tree.leaves(value, is_leaf=is_member):
         if isinstance(leaf, nnx.Module) and bound_of(leaf) is None:
             path = "/".join((*bound.path, name))
-            warnings.warn(
+            _core.warn_user(
                 f"The {type(leaf).__name__} in {path!r} was added after the model was wrapped, so "
                 "it computes in its author's dtypes. Wrap the model again: model = "
                 "recipe.wrap(model).",
-                RecipeWarning,
-                stacklevel=stacklevel,
+                repeats=False,
             )
             return
 

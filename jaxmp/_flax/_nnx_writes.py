@@ -14,7 +14,6 @@ from flax import nnx
 from jaxmp import _core
 from jaxmp._core import Array, PyTree
 from jaxmp._flax._nnx_layers import OverwriteWithGradient
-from jaxmp.errors import JaxmpError
 
 
 class Slot:
@@ -74,14 +73,8 @@ class Write:
         False for RNG state, intermediates, FP8 state, and changes of structure, shape or dtype.
         """
         excluded = (nnx.RngState, nnx.Intermediate, OverwriteWithGradient)
-        return not isinstance(self.slot.variable, excluded) and describe_arrays(
-            self.before
-        ) == describe_arrays(self.after)
-
-
-def describe_arrays(value: PyTree) -> tuple[object, list[tuple[object, object]]]:
-    leaves, structure = jax.tree.flatten(value)
-    return structure, [(getattr(x, "shape", None), getattr(x, "dtype", None)) for x in leaves]
+        is_excluded = isinstance(self.slot.variable, excluded)
+        return not is_excluded and _core.are_alike(self.before, self.after)
 
 
 def same(value: PyTree, other: PyTree) -> bool:
@@ -183,14 +176,3 @@ def by_position(
         # No signature, or an invalid call, for which the function itself raises.
         return args, kwargs
     return bound.args, bound.kwargs
-
-
-def count_argnums(name: str, numbers: int | Sequence[int] | None, count: int) -> tuple[int, ...]:
-    """Returns argument numbers with negative ones counted from the end."""
-    for number in _core.as_tuple(numbers):
-        if name != "batch_argnums" and not -count <= number < count:
-            raise JaxmpError(
-                f"{name} names argument {number}, but the function was called with {count} "
-                "positional argument(s)."
-            )
-    return tuple(n % count if -count <= n < 0 else n for n in _core.as_tuple(numbers))

@@ -25,13 +25,12 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxmp import _programs
+from jaxmp import _core, _programs
 from jaxmp._autocast._resolve import is_traced_by_autocast
 from jaxmp._core import PyTree, _compat
 from jaxmp._flax import _labels, _missing_precision
-from jaxmp._flax._casts import computes_in_16_bits
+from jaxmp._policies._device import computes_in_16_bits
 from jaxmp._policies._load import PolicyMap
-from jaxmp.errors import RecipeWarning
 from jaxmp.fp8 import _explain
 
 # ---------------------------------------------------------------------------
@@ -101,18 +100,14 @@ class ModelSearch:
             self._labels.setdefault(call, labels or {})
         return frozenset(self._labels[call])
 
-    def warn(self, stacklevel: int) -> None:
-        """Reports what a search showed, once.
-
-        Args:
-          stacklevel: of the user's call, counted from the caller, as in `warnings.warn`.
-        """
+    def warn(self) -> None:
+        """Reports what a search showed, once."""
         messages, self._messages = self._messages, []
         if self._failure and not self._is_told:  # The call itself has succeeded.
             self._is_told = True
             messages.append(self._failure)
         for message in messages:
-            warnings.warn(message, RecipeWarning, stacklevel=stacklevel + 1)
+            _core.warn_user(message, repeats=False)
 
     def reasons(self) -> dict[str, str]:
         """Returns path -> why the results of the layer are not rounded."""

@@ -90,7 +90,7 @@ class TrainState(struct.PyTreeNode):
           The state.
 
         Raises:
-          CompositionError: if a transformation around `mixed_precision` would break it silently.
+          CompositionError: if a transformation around `recipe.optimizer` would break it silently.
           JaxmpError: for an argument that is not a field.
           RuleError: if a required rule that sets `param_dtype` by path matches no parameter.
         """
@@ -103,7 +103,7 @@ class TrainState(struct.PyTreeNode):
             kwargs = jax.tree.map(_abstract, kwargs)
         else:
             made = _make(tx, params)
-            kwargs = jax.tree.map(_fresh_array, kwargs)
+            kwargs = _core.owned(kwargs, kwargs)
         policies = getattr(type(getattr(apply_fn, "__self__", None)), "_jaxmp_policies", None)
         _assign.warn_without_masters(_overwritten.split(params)[0], made["opt_state"], policies)
         return cls(apply_fn=apply_fn, tx=tx, **made, **kwargs)
@@ -201,7 +201,7 @@ class TrainState(struct.PyTreeNode):
                 )
             if name not in self.__dataclass_fields__:
                 raise JaxmpError(_no_field(type(self), name))
-            if _described(value) != _described(getattr(self, name)):
+            if not _core.are_alike(value, getattr(self, name)):
                 raise JaxmpError(
                     f"apply_gradients(..., {name}=...) has another structure, or other shapes or "
                     f"dtypes, than the state's {name}, so a skipped step could not restore it. "
@@ -291,13 +291,13 @@ def _make(tx: optax.GradientTransformation, params: PyTree) -> dict[str, Any]:
     _find.check_composition(jax.eval_shape(tx.init, trainable), trainable)
     opt_state = tx.init(trainable)
     _assign.check_master_rules(opt_state, trainable)
-    stored = jax.tree.map(_fresh, _assign.store(trainable, opt_state), trainable)
+    stored = _core.owned(_assign.store(trainable, opt_state), params)
     fix = (
         "state = state.replace(params=recipe.cast_params(state.params)). If another part of the "
         "optimizer trains them, put all parts inside: recipe.optimizer(optax.partition({...}, "
         "labels))."
     )
-    _assign.warn_of_wide(stored, opt_state, fix, stacklevel=3)
+    _assign.warn_of_wide(stored, opt_state, fix)
     return {
         "step": jnp.zeros((), jnp.int32),
         "params": _overwritten.join(stored, jax.tree.map(jnp.array, overwritten), params),
@@ -318,29 +318,18 @@ def _placed_as(leaf: jax.ShapeDtypeStruct, like: Array) -> jax.ShapeDtypeStruct:
     return leaf if sharding is None else leaf.update(sharding=sharding)
 
 
-def _described(
-    tree: PyTree,
-) -> tuple[object, list[tuple[tuple[int, ...], object]]]:
-    leaves, structure = jax.tree.flatten(tree)
-    return structure, [(jnp.shape(x), getattr(x, "dtype", type(x))) for x in leaves]
-
-
 def _strong(leaf: PyTree) -> PyTree:
-    """Converts weakly typed arrays, made from Python numbers, which would retrace step 2."""
+    """Converts weakly typed arrays, made from Python numbers, which would retrace step 2.
+
+    It copies arrays of NumPy.
+    """
     if isinstance(leaf, float):
         return jnp.asarray(leaf, jnp.float32)
     if _core.is_castable(leaf):  # also NumPy's float64
         leaf = _core.cast(leaf, _core.dtype_of(leaf))
-    weak = getattr(leaf, "weak_type", False)
-    return jnp.asarray(leaf, dtype=leaf.dtype) if weak else leaf
-
-
-def _fresh_array(leaf: object) -> object:
-    return _core.copied(leaf) if isinstance(leaf, jax.Array) else leaf
-
-
-def _fresh(new: Array, original: Array) -> Array:
-    return _core.copied(new) if new is original else new
+    is_weak = getattr(leaf, "weak_type", False)
+    is_new = is_weak or isinstance(leaf, (np.ndarray, np.generic))
+    return jnp.array(leaf, dtype=leaf.dtype) if is_new else leaf
 
 
 # ---------------------------------------------------------------------------

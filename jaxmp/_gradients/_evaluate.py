@@ -82,7 +82,7 @@ def differentiate(
         if is_scaled:
             note_scaled(inputs)
         replaced = dict(zip(options.argnums, inputs, strict=True))
-        with traced_loss(is_scaled):
+        with traced_loss(is_scaled, options.loss_scale._mark):
             out = fn(*(replaced.get(i, arg) for i, arg in enumerate(args)), **kwargs)
         loss, weight, aux = parse_result(out, options)
         return loss, (
@@ -150,33 +150,26 @@ def _cotangent_and_unscale(
     poisoned = lax.select(finite, jnp.broadcast_to(scale, loss.shape), nan)
     if not isinstance(options.loss_scale, NoLossScale):
         return poisoned, options.loss_scale.with_leaves(scale_value=poisoned).unscale
-    if _compat.target() == "cpu":
-        return poisoned, functools.partial(_poison_one, finite)
+    is_cpu = _compat.target() == "cpu"
+    poison = functools.partial(_poison, finite, only_one=is_cpu or options.guarded)
     # XLA drops products with a constant 1, and repeats the selection in each reader of a gradient.
-    poison = _poison_one if options.guarded else _poison_all
-    return jnp.ones_like(loss), functools.partial(poison, finite)
+    return poisoned if is_cpu else jnp.ones_like(loss), poison
 
 
-def _poison_all(finite: jax.Array, grads: PyTree) -> PyTree:
-    """Casts gradients to FP32, and sets all of them to NaN if the loss is not finite."""
-    select = lambda leaf: lax.select_n(finite, jnp.full_like(leaf, jnp.nan), leaf)
-    grads = _core.cast_floating(grads, _core.FLOAT32)
-    return jax.tree.map(lambda leaf: select(leaf) if _core.is_inexact(leaf) else leaf, grads)
+def _poison(finite: jax.Array, grads: PyTree, *, only_one: bool) -> PyTree:
+    """Casts gradients to FP32, and sets all of them to NaN if the loss is not finite.
 
-
-def _poison_one(finite: jax.Array, grads: PyTree) -> PyTree:
-    """Casts gradients to FP32, and sets the smallest leaf to NaN if the loss is not finite.
-
-    One NaN leaf is sufficient for the guard of an optimizer, and on a CPU, where the cotangent of
-    the loss is NaN, too, and a `where` inside the model can block it. A factor on every leaf would
-    cost a pass over all gradients. (A loss scale divides by NaN, which sets all leaves to NaN.)
+    One NaN leaf, the smallest, is sufficient for the guard of an optimizer, and on a CPU, where the
+    cotangent of the loss is NaN, too, and a `where` inside the model can block it. A factor on
+    every leaf would cost a pass over all gradients. (A loss scale divides by NaN, which sets all
+    leaves to NaN.)
     """
     leaves, treedef = jax.tree.flatten(_core.cast_floating(grads, _core.FLOAT32))
-    sizes = [(leaf.size, i) for i, leaf in enumerate(leaves) if leaf.size]
-    if sizes:
-        _, index = min(sizes)
-        leaf = leaves[index]
-        leaves[index] = lax.select_n(finite, jnp.full_like(leaf, jnp.nan), leaf)
+    chosen = [n for n, leaf in enumerate(leaves) if _core.is_inexact(leaf) and leaf.size]
+    if only_one:
+        chosen = sorted(chosen, key=lambda n: leaves[n].size)[:1]
+    for n in chosen:
+        leaves[n] = lax.select_n(finite, jnp.full_like(leaves[n], jnp.nan), leaves[n])
     return treedef.unflatten(leaves)
 
 

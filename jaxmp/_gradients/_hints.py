@@ -12,7 +12,7 @@ import contextvars
 import warnings
 import weakref
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
@@ -25,24 +25,34 @@ _gradients: weakref.WeakKeyDictionary[Any, weakref.finalize[Any, Any] | None]
 _gradients = weakref.WeakKeyDictionary()
 
 
-# While a jaxmp function traces a loss, which it differentiates afterwards: whether it is scaled.
-_is_scaled = contextvars.ContextVar[bool | None]("_is_scaled", default=None)
+class TracedLoss(NamedTuple):
+    """Loss that a jaxmp function traces, and differentiates afterwards.
+
+    is_scaled: True if its gradient will be scaled.
+    mark: that of the optimizer's loss scale.
+    """
+
+    is_scaled: bool
+    mark: Mark
+
+
+traced = contextvars.ContextVar[TracedLoss | None]("traced", default=None)
 
 
 @contextlib.contextmanager
-def traced_loss(is_scaled: bool) -> Iterator[None]:
-    """Notes in a block whether the gradient of the loss that it traces will be scaled."""
-    token = _is_scaled.set(is_scaled)
+def traced_loss(is_scaled: bool, mark: Mark) -> Iterator[None]:
+    """Describes in a block the loss that it traces; arguments as in `TracedLoss`."""
+    token = traced.set(TracedLoss(is_scaled, mark))
     try:
         yield
     finally:
-        _is_scaled.reset(token)
+        traced.reset(token)
 
 
 def is_in_loss(tree: PyTree) -> bool:
     """Returns True if a loss is traced for its gradient, or a leaf belongs to such a trace."""
     traces = map(_compat.gradient_trace, jax.tree.leaves(tree))
-    return _is_scaled.get() is not None or any(trace is not None for trace in traces)
+    return traced.get() is not None or any(trace is not None for trace in traces)
 
 
 def note_scaled(tree: PyTree) -> None:
@@ -61,7 +71,8 @@ def expect_scale(inputs: PyTree, mark: Mark) -> None:
       mark: that of the model.
     """
     trace = next(filter(None, map(_compat.gradient_trace, jax.tree.leaves(inputs))), None)
-    if trace is None and _is_scaled.get() is False:
+    loss = traced.get()
+    if trace is None and loss is not None and not loss.is_scaled:
         _warn_of_gradient(mark, _core.user_line())
     elif trace is not None and trace not in _gradients:
         # Flax NNX leaves the trace to the garbage collector; all others end with their function.
@@ -108,7 +119,7 @@ def check_matmuls(mark: Mark, backward: Any) -> None:
             "float64: recipes do not cast float64 arrays, which JAX and NumPy make by default if "
             "jax_enable_x64 is on. Cast the inputs before the model: x = x.astype(jnp.float32)."
         )
-    elif dtypes:
+    elif dtypes and not mark.is_applied:
         _core.warn_user(
             f"The recipe of the optimizer computes in {mark.dtype}, but was not applied to a "
             "model or a function: all matmuls of the loss run in FP32. Apply it: model = "

@@ -218,32 +218,44 @@ def check_positive(microbatches: int) -> int:
     return int(microbatches)
 
 
+def count_argnums(
+    name: str, argnums: int | Sequence[int] | None, count: int, microbatches: int
+) -> tuple[int, ...]:
+    """Returns argument numbers with negative ones counted from the end.
+
+    Args:
+      name: the option that contains them. `batch_argnums` that no argument has are left out of a
+        call that is not split.
+      argnums: the numbers.
+      count: number of positional arguments.
+      microbatches: number of parts of the batch.
+
+    Raises:
+      JaxmpError: if there is no such argument, or an argument is listed twice.
+    """
+    numbers = _core.as_tuple(argnums)
+    is_optional = name == "batch_argnums" and microbatches == 1
+    for index in numbers:
+        if not -count <= index < count and not is_optional:
+            raise JaxmpError(
+                f"{name} names argument {index}, but the function was called with {count} "
+                "positional argument(s); pass it by position."
+            )
+    counted = tuple(i % count for i in numbers if -count <= i < count)
+    if len(set(counted)) < len(counted):
+        raise JaxmpError(f"{name}={numbers} contains an argument twice. List each argument once.")
+    return counted
+
+
 def options_of_call(options: Options, args: tuple[Any, ...]) -> Options:
     """Returns the options for a call with `args`, with checked, non-negative argument numbers."""
-
-    def count(name: str, *, optional: bool = False) -> tuple[int, ...]:
-        numbers = _core.as_tuple(getattr(options, name))
-        for index in numbers:
-            if not -len(args) <= index < len(args) and not optional:
-                raise JaxmpError(
-                    f"{name} names argument {index}, but the function was called with {len(args)} "
-                    "positional argument(s); pass it by position."
-                )
-        counted = tuple(i % len(args) for i in numbers if -len(args) <= i < len(args))
-        if len(set(counted)) < len(counted):
-            raise JaxmpError(
-                f"{name}={numbers} contains an argument twice. List each argument once."
-            )
-        return counted
-
-    mutable = count("mutable_argnum")
-    called = dataclasses.replace(
-        options,
-        argnums=count("argnums"),
-        rng_argnums=count("rng_argnums"),
-        batch_argnums=count("batch_argnums", optional=options.microbatches == 1),
-        mutable_argnum=mutable[0] if mutable else None,
-    )
+    names = ("mutable_argnum", "argnums", "rng_argnums", "batch_argnums")
+    numbers = {
+        name: count_argnums(name, getattr(options, name), len(args), options.microbatches)
+        for name in names
+    }
+    mutable = numbers.pop("mutable_argnum")
+    called = dataclasses.replace(options, **numbers, mutable_argnum=mutable[0] if mutable else None)
     both = set(called.argnums) & set(called.batch_argnums)
     if both and called.microbatches > 1:
         raise JaxmpError(

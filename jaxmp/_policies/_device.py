@@ -11,29 +11,33 @@ import numpy as np
 
 from jaxmp import _core
 from jaxmp._core import PyTree, _compat
-from jaxmp._gradients._hints import expect_scale
+from jaxmp._gradients._hints import expect_scale, traced
 from jaxmp._policies._policy import Policy
 from jaxmp._policies._required import named_dtypes
 from jaxmp._policies._resolve import Policies
 
 
-def check_gradient(policies: Policies, inputs: Callable[[], PyTree], mark: _core.Mark) -> None:
-    """Warns if a model in float16 is differentiated without a loss scale.
+def check_training(policies: Policies, inputs: Callable[[], PyTree], mark: _core.Mark) -> None:
+    """Warns if the device, or the training around a model, does not fit its policies.
+
+    Called while the model is traced, because the device that is compiled for is known only then. A
+    model in float16 must not be differentiated without a loss scale. The function also tells the
+    optimizer, in whose loss the model runs, that a recipe was applied.
 
     Args:
       policies: the policies of the model.
       inputs: returns the parameters, or other arrays that the model reads.
       mark: that of the model.
     """
+    _check_device(policies)
+    if (loss := traced.get()) is not None and computes_in_16_bits(policies):
+        loss.mark.is_applied = True
     if not mark.is_checked and computes_in(policies, _core.FLOAT16):
         expect_scale(inputs(), mark)
 
 
-def check_device(policies: Policies) -> None:
-    """Warns once of policies in a 16-bit format that the device does not multiply natively.
-
-    Called while a model is traced, because the device that is compiled for is known only then.
-    """
+def _check_device(policies: Policies) -> None:
+    """Warns once of policies in a 16-bit format that the device does not multiply natively."""
     if _compat.target() == "tpu":
         lacks, other, device = (
             _core.FLOAT16,
@@ -55,6 +59,12 @@ def computes_in(policies: Policies, dtype: np.dtype) -> bool:
     """Returns True if the default policy or a rule has this compute dtype."""
     names = named_dtypes(policies)
     return any(field == "compute_dtype" and each == dtype for _, field, each in names)
+
+
+@functools.cache
+def computes_in_16_bits(policies: Policies) -> bool:
+    """Returns True if the default policy or a rule computes in 16 bits."""
+    return any(computes_in(policies, dtype) for dtype in _core.FLOATS_16BIT)
 
 
 @functools.cache

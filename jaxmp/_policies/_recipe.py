@@ -25,8 +25,9 @@ from jaxmp._policies._rules import Rule
 from jaxmp._policies._toml import recipe_names
 from jaxmp.errors import JaxmpError, RecipeError
 from jaxmp.fp8._scaling import Scaling
-from jaxmp.optim._master import cast_params
-from jaxmp.optim._mixed_precision import mixed_precision
+from jaxmp.optim._master import cast_params, master_params
+from jaxmp.optim._moments import moment_dtype
+from jaxmp.optim._skip import GradientSettings, skip_nonfinite
 
 M = TypeVar("M")
 
@@ -139,13 +140,17 @@ class Recipe(RecipeData):
         Example:
           >>> tx = load_recipe("bf16").optimizer(optax.adamw(3e-4))
         """
-        return mixed_precision(
-            inner,
-            recipe=self,
+        dtype = self.policies.default.compute_dtype
+        moments = moment_dtype(inner, self.moment_dtype)
+        return skip_nonfinite(
+            master_params(moments, recipe=self.policies, master=self.master),
             loss_scale=self.loss_scale,
-            master=self.master,
             skip=self.skip,
             axis_name=axis_name,
+            gradients=GradientSettings(
+                self.accumulate_dtype, self.reduce_dtype, self.regather, self.widen_params
+            ),
+            dtype=dtype if _core.is_16bit(dtype) else None,
         )
 
     def cast_params(self, params: PyTree) -> PyTree:

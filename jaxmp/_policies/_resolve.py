@@ -60,14 +60,9 @@ class Policies:
                 "recipe also accepts a name: recipe.replace(fp8='current')."
             )
         rules = checked_rules(rules)
-        object.__setattr__(self, "default", default)
-        object.__setattr__(self, "rules", rules)
-        object.__setattr__(self, "fp8", fp8)
         policies = tuple(_policy_of_rule(default, rule) for rule in rules)
-        object.__setattr__(self, "_policies", policies)
-        object.__setattr__(self, "_resolved", {})
-        object.__setattr__(self, "others", ())
-        object.__setattr__(self, "_hash", hash((default, rules, fp8)))
+        vars(self).update(default=default, rules=rules, fp8=fp8, others=())
+        vars(self).update(_policies=policies, _resolved={}, _hash=hash((default, rules, fp8)))
 
     def beside(self, others: Iterable[Policies]) -> Self:
         """Returns these policies as one of several phases, which have one train state.
@@ -77,8 +72,7 @@ class Policies:
         """
         policies = dataclasses.replace(self)
         if others := tuple(others):
-            object.__setattr__(policies, "others", others)
-            object.__setattr__(policies, "_hash", hash((policies._hash, others)))
+            vars(policies).update(others=others, _hash=hash((policies._hash, others)))
         return policies
 
     def __hash__(self) -> int:

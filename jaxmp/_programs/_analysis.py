@@ -31,7 +31,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -112,19 +112,16 @@ class Body:
             waiting += self.jaxpr.eqns[number].invars if number > first else ()
         return source in known
 
-    def dependents(
-        self, variables: Iterable[Atom], through: Callable[[Any], bool] = lambda _: True
-    ) -> set[Any]:
+    def dependents(self, variables: Iterable[Atom]) -> set[Any]:
         """Returns the variables that are computed from some variables, and these.
 
         Args:
           variables: the variables; literals are left out.
-          through: equation -> True if it is followed from its operands to its results.
         """
         dependents = {var for var in variables if not is_literal(var)}
         for equation in self.jaxpr.eqns:
             read = (var for var in equation.invars if not is_literal(var))
-            if not dependents.isdisjoint(read) and through(equation):
+            if not dependents.isdisjoint(read):
                 dependents.update(equation.outvars)
         return dependents
 

@@ -188,8 +188,7 @@ class Checkpointer:
         values = {leaf.path: value for leaf, value in zip(leaves, flat.values, strict=True)}
         trained = [p for row in flat.description.masters for p in row.parameters]
         warn_of_replaced(
-            ((p.path, values[p.leaf], values[p.master]) for p in trained if p.leaf and p.master),
-            stacklevel=2,
+            (p.path, values[p.leaf], values[p.master]) for p in trained if p.leaf and p.master
         )
         stored = {leaf: _handler.to_stored(leaf, values[leaf.path]) for leaf in leaves}
         tested = finite_leaves(flat.description)

@@ -6,14 +6,13 @@ import contextlib
 import contextvars
 import dataclasses
 import math
-import warnings
 from collections.abc import Iterator, Sequence
 from typing import ClassVar, NamedTuple
 
 from jaxmp import _core
 from jaxmp._core import _compat
 from jaxmp._programs import Dot
-from jaxmp.errors import CompositionError, RecipeWarning
+from jaxmp.errors import CompositionError
 from jaxmp.fp8._scaling import MX_BLOCK, Scaling
 
 # cuBLAS requires the rows of FP8 operands to be multiples of 16 bytes (cuBLASLt, "Narrow precision
@@ -235,13 +234,6 @@ def unused_text(subject: str, rows: list[LayerDecision]) -> str:
         f"The policies of {subject} set matmul = 'fp8', but none of its matmuls computes in FP8 "
         f"({text}).{fix} The recipe 'bf16' computes the same as now."
     )
-
-
-def warn_if_unused(subject: str, rows: list[LayerDecision], stacklevel: int) -> None:
-    """Warns if the decisions on a function exclude all matmuls from FP8."""
-    text = unused_text(subject, rows)
-    if text:
-        warnings.warn(text, RecipeWarning, stacklevel=stacklevel + 1)
 
 
 def decide(scaling: Scaling, path: str, k: int, n: int, why: str = "", tokens: int = 0) -> bool:

@@ -50,7 +50,7 @@ def apply_update(
         # The loss reads the fast parameters, and `optax.lookahead` takes only their gradients.
         grads = grads.fast
     params, opt_state = set_master_params(params, opt_state)
-    if _is_mixed_precision(opt_state):
+    if _is_of_recipe(opt_state):
         settings = opt_state.settings
         assigning = dataclasses.replace(settings, assigns=True)
         started: Any = dataclasses.replace(opt_state, settings=assigning)
@@ -89,8 +89,8 @@ def _note_finite(opt_state: PyTree, finite: jax.Array) -> PyTree:
     return jax.tree.map(note, opt_state, is_leaf=_is_guarded)
 
 
-def _is_mixed_precision(opt_state: PyTree) -> bool:
-    """Returns True for the state of `mixed_precision` itself, without wrappers."""
+def _is_of_recipe(opt_state: PyTree) -> bool:
+    """Returns True for the state of a recipe's optimizer itself, without wrappers."""
     return _is_guarded(opt_state) and isinstance(opt_state.inner_state, MasterParamsState)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import warnings
 from collections.abc import Iterable
 from typing import Any
 
@@ -16,7 +15,6 @@ from jaxmp import _core
 from jaxmp._core import Array, PyTree
 from jaxmp._policies._required import check_required
 from jaxmp._policies._resolve import Policies, storage_dtype
-from jaxmp.errors import RecipeWarning
 from jaxmp.optim import _layout, _master
 from jaxmp.optim._layout import (
     MasterParamsState,
@@ -154,25 +152,23 @@ def keep_masters(applied: jax.Array, new: PyTree, old: PyTree) -> PyTree:
     return map_master_states(lambda node: dataclasses.replace(node, masters=keep(node)), new)
 
 
-def warn_of_replaced(pairs: Iterable[tuple[str, Array, Array]], stacklevel: int) -> None:
+def warn_of_replaced(pairs: Iterable[tuple[str, Array, Array]]) -> None:
     """Warns of 16-bit parameters that are not their rounded FP32 masters.
 
     Args:
       pairs: path, parameter and master.
-      stacklevel: that of the caller's caller, as in `warnings.warn`.
     """
     paths = [
         path for path, param, full in pairs if full.dtype == _core.FLOAT32 and _differs(param, full)
     ]
     if paths:
         others = f" and {len(paths) - 1} other parameters differ" if paths[1:] else " differs"
-        warnings.warn(
+        _core.warn_user(
             f"{paths[0]!r}{others} from the FP32 masters: values were replaced after the last "
             "step. The next step takes them as the masters; moments stay as they are. If only the "
             "parameters or only the optimizer state was restored, restore both. The masters are "
             "jaxmp.get_master_params(state.opt_state).",
-            RecipeWarning,
-            stacklevel=stacklevel + 1,
+            repeats=False,
         )
 
 
@@ -234,7 +230,7 @@ def warn_without_masters(params: PyTree, state: PyTree, policies: Policies | Non
         )
 
 
-def warn_of_wide(params: PyTree, state: PyTree, fix: str, stacklevel: int) -> None:
+def warn_of_wide(params: PyTree, state: PyTree, fix: str) -> None:
     """Warns of parameters that the optimizer's policies store in fewer bits than they have.
 
     An optimizer casts the parameters that it trains; those that it does not train, such as the
@@ -244,7 +240,6 @@ def warn_of_wide(params: PyTree, state: PyTree, fix: str, stacklevel: int) -> No
       params: a tree of parameters.
       state: the optimizer state.
       fix: code that casts them.
-      stacklevel: that of the caller's caller, as in `warnings.warn`.
     """
     maps = [node.layout.policies for node in master_states(state) if node.layout.policies]
     collections = _core.has_collections(params)
@@ -261,12 +256,11 @@ def warn_of_wide(params: PyTree, state: PyTree, fix: str, stacklevel: int) -> No
     path, leaf, dtype = wide[0]
     size = sum(np.prod(leaf.shape) * leaf.dtype.itemsize for _, leaf, _ in wide)
     others = f" and {len(wide) - 1} other parameters are" if len(wide) > 1 else " is"
-    warnings.warn(
+    _core.warn_user(
         f"{path!r}{others} stored in {leaf.dtype} ({size / 1e6:,.1f} MB), and the recipe stores "
         f"them in {dtype}. The optimizer casts only the parameters that it trains. If the others "
         f"are frozen, cast them once before training: {fix}",
-        RecipeWarning,
-        stacklevel=stacklevel + 1,
+        repeats=False,
     )
 
 

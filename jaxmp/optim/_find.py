@@ -1,12 +1,11 @@
 """Finds transformations in a state at any nesting, reads their loss scale and masters, and checks
-that no transformation around `mixed_precision` breaks training silently.
+that no transformation around a recipe's optimizer breaks training silently.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import re
-import warnings
 from typing import Any
 
 import jax
@@ -15,7 +14,7 @@ import optax
 from jaxmp import _core
 from jaxmp._core import PyTree, _compat
 from jaxmp._gradients import _dynamic_loss_scale, _loss_scale
-from jaxmp.errors import CompositionError, JaxmpError, RecipeWarning
+from jaxmp.errors import CompositionError, JaxmpError
 from jaxmp.fp8 import _overwritten
 from jaxmp.optim._assign import unpack_masters
 from jaxmp.optim._layout import MasterParamsState, map_by_path, master_states
@@ -207,7 +206,7 @@ def replace_by_masters(params: PyTree, opt_state: PyTree) -> PyTree:
 
 
 def check_composition(opt_state: PyTree, params: PyTree) -> None:
-    """Checks that no transformation around `mixed_precision` breaks it.
+    """Checks that no transformation around a recipe's optimizer breaks it.
 
     Args:
       opt_state: the optimizer state (or its shapes) as `tx.init` returns it.
@@ -221,7 +220,7 @@ def check_composition(opt_state: PyTree, params: PyTree) -> None:
     paths = {path for node in master_states(opt_state) for path, _ in node.layout.storage}
     if "" in paths and not jax.tree_util.all_leaves([params]):
         raise CompositionError(
-            "optax.flatten around mixed_precision joins all parameters into one array, for which "
+            "optax.flatten around recipe.optimizer joins all parameters into one array, for which "
             "no rule has a path. Put it inside: recipe.optimizer(optax.flatten(inner))."
         )
 
@@ -284,7 +283,7 @@ def _check_outside(node: PyTree) -> None:
             "A transformation in front of the recipe's optimizer may hide overflows from it, as "
             "optax.clip does; optax.clip_by_global_norm does not."
         )
-        warnings.warn(f"{message} {fix}", RecipeWarning, stacklevel=5)
+        _core.warn_user(f"{message} {fix}", repeats=False)
 
 
 def _keeps_or_hides(state: PyTree) -> bool:
@@ -296,12 +295,12 @@ def _keeps_or_hides(state: PyTree) -> bool:
 # Wrappers that break training, and the reason.
 _REFUSED = {
     optax.MultiStepsState: (
-        "optax.MultiSteps around mixed_precision: an overflow would remain in its accumulator "
+        "optax.MultiSteps around recipe.optimizer: an overflow would remain in its accumulator "
         "forever. Accumulate inside: recipe.optimizer(optax.MultiSteps(inner, every_k)), or use "
         "value_and_grad(..., microbatches=k)."
     ),
     optax.ApplyIfFiniteState: (
-        "optax.apply_if_finite around mixed_precision hides overflows from the loss scale, which "
+        "optax.apply_if_finite around recipe.optimizer hides overflows from the loss scale, which "
         "would never back off. Remove it: recipe.optimizer(inner) already skips such steps."
     ),
 }
@@ -318,7 +317,7 @@ def _check_node(node: PyTree, *, plain: bool = False) -> None:
     if isinstance(node, SkipNonfiniteState):
         if find(node.inner_state, SkipNonfiniteState):
             raise CompositionError(
-                "mixed_precision inside mixed_precision: two guards and two loss scales for the "
+                "recipe.optimizer inside recipe.optimizer: two guards and two loss scales for the "
                 "same parameters. Apply the recipe once: tx = recipe.optimizer(inner)."
             )
         return

@@ -27,6 +27,7 @@ from jaxmp._core import Array, DTypeLike, PyTree
 from jaxmp._policies import _load
 from jaxmp._policies._load import PolicyMap
 from jaxmp._policies._resolve import storage_dtype
+from jaxmp._policies._schema import MASTERS
 from jaxmp.errors import CompositionError
 from jaxmp.fp8 import _overwritten
 from jaxmp.optim._layout import Layout, MasterParamsState, UnpackedMasters, entries_of, make_layout
@@ -71,7 +72,6 @@ def cast_params(params: PyTree, policies: PolicyMap, master: str = "fp32") -> Py
 # ---------------------------------------------------------------------------
 
 
-MASTER_MODES = ("auto", "fp32", "packed", "none")
 # A saturated master of a bfloat16 parameter: larger ones round to infinity.
 _LARGEST_MASTER = np.nextafter(OVERFLOW_THRESHOLD[_core.BFLOAT16], np.float32(0), dtype=np.float32)
 
@@ -130,9 +130,9 @@ def master_params(
       >>> state.masters["w"].dtype
       dtype('float32')
     """
-    if master not in MASTER_MODES:
+    if master not in MASTERS:
         raise CompositionError(
-            f"Unknown master={master!r}. Allowed: {', '.join(map(repr, MASTER_MODES))}; "
+            f"Unknown master={master!r}. Allowed: {', '.join(map(repr, MASTERS))}; "
             "for example master='auto'."
         )
     check_inner(inner)

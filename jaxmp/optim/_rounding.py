@@ -98,8 +98,8 @@ def stochastic_rounding(
     distance from the lower neighbor preserves the expected value (Gupta et al. 2015,
     arXiv:1502.02551).
 
-    Use it as the outermost transformation, on parameters without masters:
-    `stochastic_rounding(mixed_precision(adamw, policies=..., master="none"))`, or last in a chain.
+    Use it as the outermost transformation, on parameters without masters, or last in a chain:
+    `stochastic_rounding(recipe.replace(master="none").optimizer(adamw))`.
     FP32 parameters are not rounded. A zero update does not change a parameter, so that skipped
     steps remain skipped.
 

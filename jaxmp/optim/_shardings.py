@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from typing import Any
 
 import jax
@@ -12,7 +11,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxmp import _core
 from jaxmp._core import Path, PyTree
-from jaxmp.errors import JaxmpError, RecipeWarning
+from jaxmp.errors import JaxmpError
 
 
 def state_shardings(
@@ -199,7 +198,7 @@ def _warn_of_replicated(
             arrays="\n".join(map("    {}: {}.".format, names_of_rows, rows)),
             code="\n".join(map("        {}: {},".format, names_of_rows, code)),
         )
-        warnings.warn(text, RecipeWarning, stacklevel=3)
+        _core.warn_user(text, repeats=False)
 
 
 def _bytes(leaf: Any, sharding: NamedSharding) -> int:

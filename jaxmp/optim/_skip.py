@@ -18,10 +18,8 @@ from jaxmp._core import AxisNames, PyTree, _compat
 from jaxmp._gradients import _dynamic_loss_scale, _loss_scale
 from jaxmp._gradients._hints import is_in_loss
 from jaxmp.errors import CompositionError
-from jaxmp.fp8 import _overwritten
 from jaxmp.optim import _assign
 from jaxmp.optim._layout import MasterParamsState, map_master_states, master_states
-from jaxmp.optim._master import check_inner
 
 
 def can_overflow(state: PyTree) -> bool:
@@ -52,9 +50,6 @@ def agree_on_overflow(state: PyTree, axes: tuple[Hashable, ...]) -> PyTree:
         return dataclasses.replace(node, overflow=overflow, fits=fits)
 
     return map_master_states(agree, state) if axes else state
-
-
-SKIP_MODES = ("auto", "select", "cond", "none")
 
 
 # ---------------------------------------------------------------------------
@@ -195,9 +190,11 @@ class SkipNonfiniteState:
 def skip_nonfinite(
     inner: optax.GradientTransformation,
     *,
-    loss_scale: _dynamic_loss_scale.LossScaleLike = None,
+    loss_scale: _loss_scale.LossScale | None = None,
     skip: str = "auto",
     axis_name: AxisNames = None,
+    gradients: GradientSettings | None = None,
+    dtype: np.dtype | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Applies the inner transformation only to finite gradients, and adjusts the loss scale.
 
@@ -225,13 +222,11 @@ def skip_nonfinite(
       axis_name: mapped axis (or axes) of `pmap`, `vmap` or `shard_map`. All devices along it skip
         the same steps, and the `value_and_grad` of a train state averages loss and gradients over
         it. `init` also works outside of the mapped function.
+      gradients: settings for the `value_and_grad` of a train state; None: its defaults.
+      dtype: the compute dtype of the recipe, if it has 16 bits; otherwise None.
 
     Returns:
       An optax transformation with a `SkipNonfiniteState`.
-
-    Raises:
-      CompositionError: for an unknown `skip`, and for "none" with a dynamic loss scale, which would
-        not be informed of overflows.
 
     Example:
       >>> tx = skip_nonfinite(optax.sgd(0.5))
@@ -240,43 +235,21 @@ def skip_nonfinite(
       >>> updates.tolist(), int(state.stats.total)
       ([0.0, 0.0], 1)
     """
-    return guard(inner, loss_scale, skip, SkipSettings(skip != "none", _core.as_tuple(axis_name)))
-
-
-def guard(
-    inner: optax.GradientTransformation,
-    loss_scale: _dynamic_loss_scale.LossScaleLike,
-    skip: str,
-    settings: SkipSettings,
-    *,
-    dtype: np.dtype | None = None,
-) -> optax.GradientTransformationExtraArgs:
-    """Returns `skip_nonfinite` with all settings that a train state reads.
-
-    Args:
-      inner, loss_scale, skip: as in `skip_nonfinite`.
-      settings: the settings.
-      dtype: the compute dtype of the recipe, if it has 16 bits; otherwise None.
-    """
-    check_inner(inner)
-    initial_scale = _dynamic_loss_scale.as_loss_scale(loss_scale)
-    _check_mode(skip, initial_scale)
     inner = optax.with_extra_args_support(inner)
-    axes = settings.axis_name
+    axes = _core.as_tuple(axis_name)
+    settings = SkipSettings(skip != "none", axes, gradients)
 
     inside = _core.Mark()
 
     def init_fn(params: PyTree) -> PyTree:
-        _overwritten.check_is_absent(params)
-        if (
-            isinstance(initial_scale, _dynamic_loss_scale.DynamicLossScale)
-            and not inside.is_checked
-        ):
+        is_dynamic = isinstance(loss_scale, _dynamic_loss_scale.DynamicLossScale)
+        if is_dynamic and not inside.is_checked:
             inside.is_checked = is_in_loss(params)
             if inside.is_checked:
                 _core.warn_user(_INSIDE_LOSS)
         inner_state = agree_on_overflow(inner.init(params), _compat.bound_axes(axes))
-        scale = initial_scale.fresh().with_leaves(_mark=_core.Mark(dtype))
+        scale = (loss_scale or _loss_scale.NoLossScale()).fresh()
+        scale = scale.with_leaves(_mark=_core.Mark(dtype))
         return SkipNonfiniteState(scale, SkipStats.zero(inner_state), inner_state, settings)
 
     def update_fn(
@@ -382,19 +355,6 @@ _INSIDE_LOSS = (
     "by the optimizer without the recipe: grads = jaxmp.grad(inner_loss, loss_scale="
     "state.loss_scale)(params); updates, inner_state = inner.update(grads, inner_state, params)."
 )
-
-
-def _check_mode(skip: str, loss_scale: _loss_scale.LossScale) -> None:
-    if skip not in SKIP_MODES:
-        raise CompositionError(
-            f"Unknown skip={skip!r}. Allowed: {', '.join(map(repr, SKIP_MODES))}; "
-            "for example skip='auto'."
-        )
-    if skip == "none" and isinstance(loss_scale, _dynamic_loss_scale.DynamicLossScale):
-        raise CompositionError(
-            "skip='none' with a dynamic loss scale: overflows would neither be skipped nor reduce "
-            "the scale. Use skip='auto', a StaticLossScale, or loss_scale=None."
-        )
 
 
 def _resolve(skip: str) -> str:

@@ -98,7 +98,7 @@ def check(state: PyTree, *, skipped_in_a_row: int = _SKIPPED_IN_A_ROW) -> None:
             warnings.warn(_skipped(node, stats), SkippedStepsWarning, stacklevel=2)
         if (zeros := int(np.max(jax.device_get(stats.zero_gradients)))) >= skipped_in_a_row:
             warnings.warn(_ALL_ZERO.format(zeros), SkippedStepsWarning, stacklevel=2)
-    warn_of_replaced(_pairs(state), stacklevel=2)
+    warn_of_replaced(_pairs(state))
 
 
 def _pairs(state: PyTree) -> Iterator[tuple[str, Array, Array]]:

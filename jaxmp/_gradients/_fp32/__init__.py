@@ -15,13 +15,13 @@ them.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.core import Tracer
 
 from jaxmp import _core, _programs
-from jaxmp._core import Array, PyTree, _compat
+from jaxmp._core import PyTree, _compat
 from jaxmp._gradients._fp32._derivatives import is_16bit_aval
 from jaxmp._gradients._fp32._interpreter import run
 
@@ -60,30 +60,21 @@ def with_fp32_gradients(
       The function, which traces `fn` for the dtypes of `inputs`, and the inputs to call it with:
       with `widen`, those stored in 16 bits are converted to FP32, and so are their gradients.
     """
-    leaves, structure = jax.tree.flatten(inputs)
+    as_arrays = lambda leaf: leaf if hasattr(leaf, "dtype") else jnp.asarray(leaf)
+    leaves, structure = jax.tree.flatten(jax.tree.map(as_arrays, inputs))
     is_param = [
         _core.is_castable(leaf) and (widen or not _core.is_16bit(leaf.dtype)) for leaf in leaves
     ]
     if not any(is_param):
         return fn, inputs
-
-    out_tree: Any = None
-    static: list[Any] = []
-
-    def flat(*leaves: Array) -> list[Array]:
-        nonlocal out_tree
-        out, out_tree = jax.tree.flatten(fn(*structure.unflatten(leaves)))
-        # Auxiliary data may contain anything, such as NumPy arrays of strings.
-        static[:] = [None if isinstance(leaf, jax.Array) else leaf for leaf in out]
-        return [leaf for leaf in out if isinstance(leaf, jax.Array)]
-
     try:
-        closed = jax.make_jaxpr(flat)(*leaves)
+        traced = _programs.trace(fn, structure.unflatten(leaves), {})
     except (jax.errors.JAXTypeError, jax.errors.JAXIndexError):
         if any(isinstance(leaf, Tracer) for leaf in leaves):
             raise
         _core.warn_user(_READS_VALUES, repeats=False)
         return fn, inputs
+    closed = traced.closed
     is_low = _computes_in_16_bits(closed)
 
     def fn_in_fp32(*inputs: PyTree) -> PyTree:
@@ -92,8 +83,7 @@ def with_fp32_gradients(
             arrays = run(closed, args, is_param, regather=regather)
         else:
             arrays = _compat.jaxpr_as_fun(closed)(*args)
-        results = map(_programs.as_jax_array, arrays)
-        return out_tree.unflatten([next(results) if leaf is None else leaf for leaf in static])
+        return traced.results(list(map(_programs.as_jax_array, arrays)))
 
     in_fp32 = [
         leaf.astype(_core.FLOAT32) if param and _core.is_16bit(leaf.dtype) else leaf
