@@ -1871,6 +1871,27 @@ MUTATIONS = [
         ("test_audit.py::test_a_sum_of_exponentials_is_a_softmax_only_if_a_quotient_follows",),
     ),
     Mutation(
+        "selected values of a loss are rounded",
+        "jaxmp/_autocast/_decide.py",
+        "return Use.LOSS in use and any(fixed) and any(computed)",
+        "return False",
+        ("test_autocast_decisions.py::test_a_loss_selects_values_in_fp32",),
+    ),
+    Mutation(
+        "the audit reports the matmul that selects values of a loss",
+        "jaxmp/_tools/audit/_check_matmuls.py",
+        " or _is_selection(op, audit)",
+        "",
+        ("test_audit_plants.py::test_a_loss_may_select_log_probabilities_in_fp32",),
+    ),
+    Mutation(
+        "a fix that follows from another has no line",
+        "jaxmp/_tools/fixes/_trial.py",
+        "if code in where and not is_named:",
+        "if False:",
+        ("test_audit_fixes.py::test_the_fix_of_a_cast_to_fp32_names_the_expression",),
+    ),
+    Mutation(
         "a fix that fails is printed",
         "jaxmp/_tools/fixes/_trial.py",
         "        return FixTrial(FAILS)\n",

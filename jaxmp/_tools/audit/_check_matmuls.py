@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import NamedTuple
 
@@ -12,7 +13,14 @@ from jaxmp._programs import Atom, Equation, Path
 from jaxmp._tools.audit import _checks, _dataflow, _labels, _trace
 from jaxmp._tools.audit._auditor import Auditor
 from jaxmp._tools.audit._checks import Check, OpOccurrence
-from jaxmp._tools.audit._origins import apply_code, fix_casts, fix_wide, in_words, is_in_flax
+from jaxmp._tools.audit._origins import (
+    apply_code,
+    fix_casts,
+    fix_wide,
+    in_words,
+    is_constant,
+    is_in_flax,
+)
 from jaxmp._tools.fixes import _rewrite
 from jaxmp._tools.report import _section
 
@@ -245,15 +253,34 @@ class _Exact(NamedTuple):
 
 
 def _is_fp32_by_design(op: OpOccurrence, matmul: _programs.Matmul, audit: Auditor) -> bool:
-    """Returns True for matmuls of attention, of a matrix that is factorized, and of its norm.
+    """Returns True for matmuls of attention, of a matrix that is factorized, and of its norm, and
+    for those by which a loss selects values, such as the log-probabilities of labels.
 
     Autocast computes the factorized one in FP32, because its condition multiplies each rounding
-    error. The power iteration of a spectral norm requires FP32, too, and has few operations.
+    error, and the selected values, which the matmul itself does not round. The power iteration of
+    a spectral norm requires FP32, too, and has few operations.
     """
-    key = _Exact(op.location.names, op.line)
-    if _programs.Use.SOLVED in audit.use_of(op.result) or _dataflow.is_of_power_iteration(op):
+    key, is_solved = (
+        _Exact(op.location.names, op.line),
+        _programs.Use.SOLVED in audit.use_of(op.result),
+    )
+    if is_solved or _dataflow.is_of_power_iteration(op) or _is_selection(op, audit):
         audit.collected[_Exact].append(key)
     return _checks.is_internal_matmul(op, matmul) or key in audit.collected[_Exact]
+
+
+def _is_selection(op: OpOccurrence, audit: Auditor) -> bool:
+    """Returns True for values of a loss times a mask, one-hot rows or another constant."""
+    is_loss = _programs.Use.LOSS in audit.use_of(op.result)
+    for values, constant in itertools.permutations(op.operands[:2]):
+        labels = audit.flow.of(values)
+        # A step that takes the gradient alone does not return its loss.
+        is_log = any(isinstance(label, _labels.LogProbability) for label in labels)
+        if (is_log or (is_loss and not _dataflow.is_argument(labels))) and is_constant(
+            constant, op
+        ):
+            return True
+    return False
 
 
 def _is_router(op: OpOccurrence, audit: Auditor) -> bool:

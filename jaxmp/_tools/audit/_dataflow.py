@@ -102,6 +102,12 @@ def lineage(op: OpOccurrence, own: frozenset[Any], labels_of: LabelsOf) -> froze
     return frozenset(summands | _updates(op, summands, labels_of) | _terms(op, labels_of))
 
 
+def is_argument(labels: Iterable[Any]) -> bool:
+    """Returns True for the labels of an argument to which nothing was added, such as a weight."""
+    types = set(map(type, labels))
+    return From in types and Update not in types
+
+
 def number_of(var: _programs.Atom) -> float | None:
     """Returns the value of a constant real scalar, or None."""
     is_scalar = _programs.is_literal(var) and math.prod(var.aval.shape) == 1

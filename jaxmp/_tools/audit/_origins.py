@@ -393,6 +393,22 @@ def _through_calls(var: _programs.Atom, op: OpOccurrence) -> tuple[_programs.Ato
     return var, op
 
 
+def is_constant(var: _programs.Atom, op: OpOccurrence) -> bool:
+    """Returns True for a value that is computed from numbers and integers alone."""
+    waiting, seen = [(var, op)], set[_programs.Atom]()
+    while waiting:
+        var, within = _through_calls(*waiting.pop())
+        is_integer = getattr(_checks.dtype_of(var), "kind", "b") in "biu"
+        if _programs.is_literal(var) or is_integer or var in seen:
+            continue
+        seen.add(var)
+        maker = within.body.maker(var)
+        if maker is None:
+            return False
+        waiting += [(operand, within) for operand in maker.invars]
+    return True
+
+
 def _halves(equation: _programs.Equation) -> list[_programs.Atom]:
     """Returns the 16-bit operands that are not literals."""
     variables = (var for var in equation.invars if not _programs.is_literal(var))

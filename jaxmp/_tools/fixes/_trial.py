@@ -108,6 +108,17 @@ def with_edits(fix: str, before: Edits, after: Edits) -> str:
     return fix
 
 
+def _with_places(fix: str, edits: Edits | None, known: Collection[str]) -> str:
+    """Returns a fix whose sentences name the lines of their code, apart from known lines."""
+    lines = fix.splitlines()
+    where = {f"    {edit.code}": edit.where for edit in edits or ()}
+    for n, code in enumerate(lines[1:]):
+        is_named = lines[n].startswith(("At ", "    ")) or where.get(code) in known
+        if code in where and not is_named:
+            lines[n] = f"At {where[code]}, {lines[n][0].lower()}{lines[n][1:]}"
+    return "\n".join(lines)
+
+
 def _with_other_dtypes(edits: Edits) -> Edits:
     """Returns edits whose results are in 16 bits instead of FP32, and the reverse."""
     return frozenset(e._replace(code=e.other, other=e.code) if e.other else e for e in edits)
@@ -161,7 +172,8 @@ def try_edits(
             if not new or any(edits is None for _, edits in new):
                 break
             layers.append(frozenset().union(*(edits for _, edits in new if edits)))
-            more += [_plain(fix) for fix, _ in new]
+            here = {edit.where for edit in edits}
+            more += [_plain(_with_places(fix, own, here)) for fix, own in new]
         return FixTrial(FAILS)
 
     waiting = [n for n, row in enumerate(trials) if not row.state]
