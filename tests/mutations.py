@@ -1885,6 +1885,20 @@ MUTATIONS = [
         ("test_audit_plants.py::test_a_loss_may_select_log_probabilities_in_fp32",),
     ),
     Mutation(
+        "a fix changes a cast of all parameters",
+        "jaxmp/_tools/audit/_origins.py",
+        "        if _is_shared(origin):\n            continue\n",
+        "",
+        ("test_audit_fixes.py::test_a_cast_of_all_parameters_is_not_replaced",),
+    ),
+    Mutation(
+        "the count of a segment's largest elements is a sum",
+        "jaxmp/_tools/audit/_check_ops.py",
+        '    if op.name == "scatter-add":\n',
+        "    if False:\n",
+        ("test_audit_fixes.py::test_the_fixes_of_sums_of_segments",),
+    ),
+    Mutation(
         "a fix that follows from another has no line",
         "jaxmp/_tools/fixes/_trial.py",
         "if code in where and not is_named:",

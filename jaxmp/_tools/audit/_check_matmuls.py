@@ -131,9 +131,8 @@ def _fix_promotion(op: OpOccurrence, upcast: Atom, others: list[Atom], source: s
         return f"{layer}:\n    y = y.astype(jnp.{source})"
     literals = [var for var in others if _programs.is_literal(var)]
     index = next(n for n, var in enumerate(op.operands) if var is not upcast)
-    if literals:
-        number = str(float(literals[0].val))
-        code = _rewrite.with_operand(op.expression, index, number) or number
+    number = str(float(literals[0].val)) if literals else ""
+    if code := literals and _rewrite.with_operand(op.expression, index, number):
         sentence = "Replace the array or NumPy number by a Python number, which does not promote"
         return f"{sentence}:\n    {code}"
     return fix_wide("Cast the wide operand", op, [index], source)
@@ -273,6 +272,8 @@ def _is_selection(op: OpOccurrence, audit: Auditor) -> bool:
     """Returns True for values of a loss times a mask, one-hot rows or another constant."""
     is_loss = _programs.Use.LOSS in audit.use_of(op.result)
     for values, constant in itertools.permutations(op.operands[:2]):
+        if _checks.dtype_of(values) != _core.FLOAT32:
+            continue
         labels = audit.flow.of(values)
         # A step that takes the gradient alone does not return its loss.
         is_log = any(isinstance(label, _labels.LogProbability) for label in labels)

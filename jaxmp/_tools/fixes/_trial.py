@@ -19,7 +19,7 @@ from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, 
 from typing import NamedTuple
 
 from jaxmp._core import _compat
-from jaxmp._tools.fixes._source import Edit, codes_of, with_inner
+from jaxmp._tools.fixes._source import IN_FP32, Edit, codes_of, with_inner
 
 WORKS, FAILS, NOT_TRIED = "works", "fails", "not tried"
 # Traces with single fixes, if some of them fail together.
@@ -159,7 +159,7 @@ def try_edits(
 
     def alone(edits: Edits, own: Collection[Hashable]) -> FixTrial:
         """Tries one group, with those of the fixes that follow."""
-        layers, more = [edits], list[str]()
+        layers, more, result = [edits], list[str](), edits
         for _ in range(_MOST_LAYERS):
             if not next(budget, None):
                 return FixTrial("")
@@ -168,12 +168,22 @@ def try_edits(
                 break
             new = [problem for key, problem in problems.items() if key not in before]
             if not new and problems.keys().isdisjoint(own):
-                return FixTrial(WORKS, tuple(more), edits)
+                return FixTrial(WORKS, tuple(more), result)
             if not new or any(edits is None for _, edits in new):
                 break
             layers.append(frozenset().union(*(edits for _, edits in new if edits)))
             here = {edit.where for edit in edits}
-            more += [_plain(_with_places(fix, own, here)) for fix, own in new]
+            for fix, following in new:
+                for edit in following or ():
+                    same = (e for e in result if e.line == edit.line and edit.old in e.code)
+                    first = next(same, None)
+                    if first is not None:
+                        code = first.code.replace(edit.old, edit.code)
+                        if code.count(IN_FP32) < first.code.count(IN_FP32):
+                            return FixTrial(FAILS)  # It undoes the first fix.
+                        result = result - {first} | {first._replace(code=code)}
+                        fix = _without(fix, edit.code)
+                more.append(_plain(_with_places(fix, following, here if len(here) == 1 else ())))
         return FixTrial(FAILS)
 
     waiting = [n for n, row in enumerate(trials) if not row.state]
