@@ -1880,7 +1880,7 @@ MUTATIONS = [
     Mutation(
         "the audit reports the matmul that selects values of a loss",
         "jaxmp/_tools/audit/_check_matmuls.py",
-        " or _is_selection(op, audit)",
+        " or _is_selection(op, use, audit)",
         "",
         ("test_audit_plants.py::test_a_loss_may_select_log_probabilities_in_fp32",),
     ),

@@ -259,18 +259,16 @@ def _is_fp32_by_design(op: OpOccurrence, matmul: _programs.Matmul, audit: Audito
     error, and the selected values, which the matmul itself does not round. The power iteration of
     a spectral norm requires FP32, too, and has few operations.
     """
-    key, is_solved = (
-        _Exact(op.location.names, op.line),
-        _programs.Use.SOLVED in audit.use_of(op.result),
-    )
-    if is_solved or _dataflow.is_of_power_iteration(op) or _is_selection(op, audit):
+    key, use = _Exact(op.location.names, op.line), audit.use_of(op.result)
+    is_exact = _programs.Use.SOLVED in use or _dataflow.is_of_power_iteration(op, use)
+    if is_exact or _is_selection(op, use, audit):
         audit.collected[_Exact].append(key)
     return _checks.is_internal_matmul(op, matmul) or key in audit.collected[_Exact]
 
 
-def _is_selection(op: OpOccurrence, audit: Auditor) -> bool:
+def _is_selection(op: OpOccurrence, use: _programs.Use, audit: Auditor) -> bool:
     """Returns True for values of a loss times a mask, one-hot rows or another constant."""
-    is_loss = _programs.Use.LOSS in audit.use_of(op.result)
+    is_loss = _programs.Use.LOSS in use
     for values, constant in itertools.permutations(op.operands[:2]):
         if _checks.dtype_of(values) != _core.FLOAT32:
             continue

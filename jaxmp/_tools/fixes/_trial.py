@@ -12,14 +12,13 @@ import contextlib
 import gc
 import itertools
 import linecache
-import sys
 import types
 import warnings
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from jaxmp._core import _compat
-from jaxmp._tools.fixes._source import IN_FP32, Edit, codes_of, with_inner
+from jaxmp._tools.fixes._source import Edit, codes_of, with_inner
 
 WORKS, FAILS, NOT_TRIED = "works", "fails", "not tried"
 # Traces with single fixes, if some of them fail together.
@@ -159,7 +158,7 @@ def try_edits(
 
     def alone(edits: Edits, own: Collection[Hashable]) -> FixTrial:
         """Tries one group, with those of the fixes that follow."""
-        layers, more, result = [edits], list[str](), edits
+        layers, more = [edits], list[str]()
         for _ in range(_MOST_LAYERS):
             if not next(budget, None):
                 return FixTrial("")
@@ -168,22 +167,17 @@ def try_edits(
                 break
             new = [problem for key, problem in problems.items() if key not in before]
             if not new and problems.keys().isdisjoint(own):
-                return FixTrial(WORKS, tuple(more), result)
+                return FixTrial(WORKS, tuple(more), edits)
             if not new or any(edits is None for _, edits in new):
                 break
-            layers.append(frozenset().union(*(edits for _, edits in new if edits)))
+            following = frozenset().union(*(edits for _, edits in new if edits))
+            pairs = itertools.product(edits, following)
+            if any(a.line == b.line and b.old in a.code for a, b in pairs):
+                break  # It changes the code of the first fix again.
+            layers.append(following)
             here = {edit.where for edit in edits}
-            for fix, following in new:
-                for edit in following or ():
-                    same = (e for e in result if e.line == edit.line and edit.old in e.code)
-                    first = next(same, None)
-                    if first is not None:
-                        code = first.code.replace(edit.old, edit.code)
-                        if code.count(IN_FP32) < first.code.count(IN_FP32):
-                            return FixTrial(FAILS)  # It undoes the first fix.
-                        result = result - {first} | {first._replace(code=code)}
-                        fix = _without(fix, edit.code)
-                more.append(_plain(_with_places(fix, following, here if len(here) == 1 else ())))
+            known = here if len(here) == 1 else ()
+            more += [_plain(_with_places(fix, following, known)) for fix, following in new]
         return FixTrial(FAILS)
 
     waiting = [n for n, row in enumerate(trials) if not row.state]
@@ -217,27 +211,17 @@ def try_edits(
 
 def _functions_of(files: set[str]) -> list[types.FunctionType]:
     """Returns all live functions of some files, wherever a closure or a decorator stores them."""
+    is_frozen = gc.get_freeze_count() > 0
+    if is_frozen:
+        # The garbage collector does not find objects after `gc.freeze`.
+        gc.unfreeze()
     # Each function refers to the built-in names. To list what refers to them takes a fraction of
     # the time of `gc.get_objects`.
     objects = gc.get_referrers(vars(builtins))
-    objects += _of_modules(files) if gc.get_freeze_count() else ()
+    if is_frozen:
+        gc.freeze()
     functions = {id(each): each for each in objects if type(each) is types.FunctionType}
     return [each for each in functions.values() if each.__code__.co_filename in files]
-
-
-def _of_modules(files: set[str]) -> Iterator[object]:
-    """Yields what the modules of some files refer to, without the contents of other modules.
-
-    The garbage collector does not find objects after `gc.freeze`.
-    """
-    modules = [m for m in list(sys.modules.values()) if isinstance(m, types.ModuleType)]
-    seen = {id(vars(module)) for module in modules}
-    waiting = [v for m in modules if vars(m).get("__file__") in files for v in vars(m).values()]
-    while waiting:
-        yield from waiting
-        seen.update(map(id, waiting))
-        referents = {id(each): each for each in gc.get_referents(*waiting) if gc.is_tracked(each)}
-        waiting = [each for key, each in referents.items() if key not in seen]
 
 
 def _lines(code: types.CodeType) -> set[int]:
