@@ -1901,7 +1901,7 @@ MUTATIONS = [
     Mutation(
         "a fix that follows from another has no line",
         "jaxmp/_tools/fixes/_trial.py",
-        "if code in where and not is_named:",
+        """if code in where and not lines[n].startswith(("At ", "    ")):""",
         "if False:",
         ("test_audit_fixes.py::test_the_fix_of_a_cast_to_fp32_names_the_expression",),
     ),

@@ -235,6 +235,15 @@ def test_a_log_of_a_sum_of_masked_exponentials(tmp_path):
     assert ".astype(jnp.bfloat16)" not in errors[0].fix
 
 
+def test_the_tanh_of_a_deviation_is_no_softmax(tmp_path):
+    body = [
+        "a = jnp.tanh(jnp.exp(x @ x.T))",
+        "return jnp.log(1 - a**2 + 1e-3).astype(jnp.float32).sum()",
+    ]
+    errors = jaxmp.audit(loaded(source_of(body), tmp_path), half()).errors
+    assert "the logarithm of a tanh" in the_only(errors, "log_of_rounded").message
+
+
 def test_a_fix_that_changes_the_same_expression_again_is_one_fix(tmp_path):
     body = ["return jnp.sum(1 + x - jnp.exp(x), axis=-1).astype(jnp.float32).mean()"]
     (error,) = fixed(body, tmp_path, half())

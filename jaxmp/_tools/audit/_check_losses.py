@@ -160,7 +160,8 @@ def label_probability(op: OpOccurrence, audit: Auditor) -> Probability | None:
     if not _core.is_16bit(op.dtype) or op.is_backward:
         return None
     is_softmax = any(x.normalized for x in audit.flow.labels(_labels.Logits, op.operands[0]))
-    name = "softmax" if is_softmax else op.name
+    # The argument of a tanh may contain the exponential of a matmul, as a standard deviation.
+    name = "softmax" if is_softmax and op.name not in _PROBABILITIES else op.name
     return Probability(op, name) if name in _PROBABILITIES else None
 
 

@@ -107,13 +107,12 @@ def with_edits(fix: str, before: Edits, after: Edits) -> str:
     return fix
 
 
-def _with_places(fix: str, edits: Edits | None, known: Collection[str]) -> str:
-    """Returns a fix whose sentences name the lines of their code, apart from known lines."""
+def _with_places(fix: str, edits: Edits | None) -> str:
+    """Returns a fix whose sentences name the lines of their code."""
     lines = fix.splitlines()
     where = {f"    {edit.code}": edit.where for edit in edits or ()}
     for n, code in enumerate(lines[1:]):
-        is_named = lines[n].startswith(("At ", "    ")) or where.get(code) in known
-        if code in where and not is_named:
+        if code in where and not lines[n].startswith(("At ", "    ")):
             lines[n] = f"At {where[code]}, {lines[n][0].lower()}{lines[n][1:]}"
     return "\n".join(lines)
 
@@ -175,9 +174,7 @@ def try_edits(
             if any(a.line == b.line and b.old in a.code for a, b in pairs):
                 break  # It changes the code of the first fix again.
             layers.append(following)
-            here = {edit.where for edit in edits}
-            known = here if len(here) == 1 else ()
-            more += [_plain(_with_places(fix, following, known)) for fix, following in new]
+            more += [_plain(_with_places(*problem)) for problem in new]
         return FixTrial(FAILS)
 
     waiting = [n for n, row in enumerate(trials) if not row.state]
