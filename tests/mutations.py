@@ -1358,8 +1358,8 @@ MUTATIONS = [
     Mutation(
         "a sum into a part of a carry is not found",
         "jaxmp/_tools/audit/_check_sums.py",
-        "pairs = [(carry, other)] if name",
-        "pairs = [] if name",
+        '_SUMS = _checks.named("add add_any sub scatter-add scatter-sub")',
+        '_SUMS = _checks.named("add add_any sub")',
         ("test_audit_plants.py::test_defects_in_parts_of_programs",),
     ),
     Mutation(
@@ -1859,7 +1859,7 @@ MUTATIONS = [
     Mutation(
         "a power iteration is reported",
         "jaxmp/_tools/audit/_dataflow.py",
-        "    return has_root and has_product",
+        "    return sum(_matrix_of(each, op.body) is matrix for each in here) > 1",
         "    return False",
         ("test_audit.py::test_a_power_iteration_is_fp32_by_design",),
     ),
