@@ -384,7 +384,7 @@ def counts_largest(op: _checks.OpOccurrence) -> bool:
     """Returns True for the number of largest elements, by which a maximum's gradient is divided."""
     if op.name == "scatter-add":
         made, extremes = _origins.shapes_by_source(op.body), ("scatter-max", "scatter-min")
-        return any(_origins.source_of(op.equation, name) in made for name in extremes)
+        return any(_origins.call_and_type(op.equation, name) in made for name in extremes)
     for maker in made_of(op.operands[0], op.body, _checks.LAYOUT):
         if maker.primitive.name == "eq":
             sides = (made_of(var, op.body, _checks.LAYOUT) for var in maker.invars)

@@ -279,10 +279,10 @@ def _is_shared(op: OpOccurrence) -> bool:
 
     A cast of all parameters does. Other code for it would change all of them.
     """
-    return len(shapes_by_source(op.body).get(source_of(op.equation), ())) > 1
+    return len(shapes_by_source(op.body).get(call_and_type(op.equation), ())) > 1
 
 
-def source_of(equation: _programs.Equation, name: str = "") -> tuple[Any, str, Any]:
+def call_and_type(equation: _programs.Equation, name: str = "") -> tuple[Any, str, Any]:
     """Returns the user's call that makes an equation, its primitive or `name`, and its dtype."""
     (result, *_) = equation.outvars
     return _programs.call_site(equation), name or equation.primitive.name, _checks.dtype_of(result)
@@ -294,7 +294,7 @@ def shapes_by_source(body: _programs.Body) -> dict[tuple[Any, str, Any], set[tup
     shapes = defaultdict(set)
     for equation in _programs.equations(body.jaxpr, inside=False):
         if equation.outvars and _is_forward(equation):
-            shapes[source_of(equation)].add(getattr(equation.outvars[0].aval, "shape", ()))
+            shapes[call_and_type(equation)].add(getattr(equation.outvars[0].aval, "shape", ()))
     return shapes
 
 
