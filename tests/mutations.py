@@ -1358,8 +1358,8 @@ MUTATIONS = [
     Mutation(
         "a sum into a part of a carry is not found",
         "jaxmp/_tools/audit/_check_sums.py",
-        "pairs = [(carry, other)] if name",
-        "pairs = [] if name",
+        '_SUMS = _checks.named("add add_any sub scatter-add scatter-sub")',
+        '_SUMS = _checks.named("add add_any sub")',
         ("test_audit_plants.py::test_defects_in_parts_of_programs",),
     ),
     Mutation(
@@ -1866,7 +1866,7 @@ MUTATIONS = [
     Mutation(
         "a power iteration is reported",
         "jaxmp/_tools/audit/_dataflow.py",
-        "    return has_root and has_product",
+        "    return sum(_matrix_of(each, op.body) is matrix for each in here) > 1",
         "    return False",
         ("test_audit.py::test_a_power_iteration_is_fp32_by_design",),
     ),
@@ -1876,6 +1876,41 @@ MUTATIONS = [
         "if any(_is_divided(total, op) for total in sums) else",
         "if sums else",
         ("test_audit.py::test_a_sum_of_exponentials_is_a_softmax_only_if_a_quotient_follows",),
+    ),
+    Mutation(
+        "selected values of a loss are rounded",
+        "jaxmp/_autocast/_decide.py",
+        "return Use.LOSS in use and any(fixed) and any(computed)",
+        "return False",
+        ("test_autocast_decisions.py::test_a_loss_selects_values_in_fp32",),
+    ),
+    Mutation(
+        "the audit reports the matmul that selects values of a loss",
+        "jaxmp/_tools/audit/_check_matmuls.py",
+        " or _is_selection(op, use, audit)",
+        "",
+        ("test_audit_plants.py::test_a_loss_may_select_log_probabilities_in_fp32",),
+    ),
+    Mutation(
+        "a fix changes a cast of all parameters",
+        "jaxmp/_tools/audit/_origins.py",
+        "        if _is_shared(origin):\n            continue\n",
+        "",
+        ("test_audit_fixes.py::test_a_cast_of_all_parameters_is_not_replaced",),
+    ),
+    Mutation(
+        "the count of a segment's largest elements is a sum",
+        "jaxmp/_tools/audit/_check_ops.py",
+        '    if op.name == "scatter-add":\n',
+        "    if False:\n",
+        ("test_audit_fixes.py::test_the_fixes_of_sums_of_segments",),
+    ),
+    Mutation(
+        "a fix that follows from another has no line",
+        "jaxmp/_tools/fixes/_trial.py",
+        """if code in where and not lines[n].startswith(("At ", "    ")):""",
+        "if False:",
+        ("test_audit_fixes.py::test_the_fix_of_a_cast_to_fp32_names_the_expression",),
     ),
     Mutation(
         "a fix that fails is printed",

@@ -191,6 +191,71 @@ def test_fixes_of_operations_remove_the_rounding(body, reference, tmp_path):
     assert_fixed(body, exact(reference), half(), tmp_path)
 
 
+def fixed(body, folder, *args):
+    """Returns the errors of a program, and asserts that their fixes remove all of them."""
+    source = source_of(body)
+    errors = jaxmp.audit(jax.grad(loaded(source, folder)), *args).errors
+    mended = source
+    for error in errors:
+        mended = with_fix(mended, error)
+    assert jaxmp.audit(jax.grad(loaded(mended, folder)), *args).ok, mended
+    return errors
+
+
+def test_a_cast_of_all_parameters_is_not_replaced(tmp_path):
+    """Without it, no matmul would run in 16 bits."""
+    body = [
+        "p = jax.tree.map(lambda v: v.astype(bf), {'x': x, 'scale': x[0, 0]})",
+        "return (p['x'] @ p['x'].T * jnp.exp(p['scale'])).astype(jnp.float32).sum()",
+    ]
+    (error,) = fixed(body, tmp_path, half().astype(jnp.float32))
+    code = "jnp.exp(p['scale'].astype(jnp.float32)).astype(jnp.bfloat16)"
+    assert error.fix == f"Compute exp in FP32:\n    {code}" and error.trial == "works"
+    body[1] = "return jnp.sin(p['x'] * 100).astype(jnp.float32).sum()"
+    errors = jaxmp.audit(loaded(source_of(body), tmp_path), half().astype(jnp.float32)).errors
+    fix = the_only(errors, "rounded_input").fix
+    assert re.fullmatch(r"At [\w.]+:5, do not round float32\[64,16\] to 16 bits .*", fix)
+
+
+def test_the_fixes_of_sums_of_segments(tmp_path):
+    """JAX also counts the largest elements of a segment, by which it divides their gradient."""
+    body = [
+        "ids = jnp.arange(64) % 4",
+        "top = jax.ops.segment_max(x, ids, 4)",
+        "return (jax.ops.segment_sum(x, ids, 4) - top).astype(jnp.float32).sum()",
+    ]
+    (error,) = fixed(body, tmp_path, half())
+    assert (error.check, error.line) == ("reduction_16bit", 7)
+
+
+def test_a_log_of_a_sum_of_masked_exponentials(tmp_path):
+    body = ["e = jnp.exp(x) * (x > 1)", "return jnp.log(e.sum(-1)).astype(jnp.float32).mean()"]
+    errors = fixed(body, tmp_path, half())
+    assert [(e.check, e.line) for e in errors] == [("loss_16bit", 5), ("loss_16bit", 6)]
+    assert ".astype(jnp.bfloat16)" not in errors[0].fix
+
+
+def test_the_tanh_of_a_deviation_is_no_softmax(tmp_path):
+    body = [
+        "a = jnp.tanh(jnp.exp(x @ x.T))",
+        "return jnp.log(1 - a**2 + 1e-3).astype(jnp.float32).sum()",
+    ]
+    errors = jaxmp.audit(loaded(source_of(body), tmp_path), half()).errors
+    assert "the logarithm of a tanh" in the_only(errors, "log_of_rounded").message
+
+
+def test_a_fix_that_changes_the_same_expression_again_is_one_fix(tmp_path):
+    body = ["return jnp.sum(1 + x - jnp.exp(x), axis=-1).astype(jnp.float32).mean()"]
+    (error,) = fixed(body, tmp_path, half())
+    assert error.fix.count("jnp.exp(") == 1, error.fix
+
+
+def test_a_fix_of_two_expressions_of_a_line_names_each_line_once(tmp_path):
+    body = ["a = x * 0.5", "return (jnp.cos(a) + jnp.sin(a)).astype(jnp.float32).sum()"]
+    (error,) = fixed(body, tmp_path, half())
+    assert error.fix.count(":5, do not round") == 1, error.fix
+
+
 def test_a_fix_without_source_code_is_general():
     scope = {"jax": jax}
     exec("def fn(x):\n    return jax.nn.softmax(x)", scope)
@@ -239,8 +304,9 @@ def test_the_fix_of_a_cast_to_fp32_names_the_expression(tmp_path):
     source = source_of(body)
     (finding,) = jaxmp.audit(loaded(source, tmp_path), half(), recipe="bf16").errors
     assert "replace x.astype(wide) by:" in finding.fix
-    mended = loaded(replaced(source, 6, finding.fix.splitlines()[1].strip()), tmp_path)
-    assert "fp32_matmul" not in jaxmp.audit(mended, half(), recipe="bf16").counts()
+    # The matmul in 16 bits makes the sum one in 16 bits, whose fix is that of another line.
+    assert ":7, compute sum in FP32:\n    (y @ y.T).astype(jnp.float32).sum()" in finding.fix
+    assert jaxmp.audit(loaded(with_fix(source, finding), tmp_path), half(), recipe="bf16").ok
 
 
 @pytest.mark.parametrize(

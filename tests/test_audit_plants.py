@@ -10,7 +10,7 @@ import audit_healthy
 from audit_plants import BF16, F16, F32, audit_problem, error_of, error_problem
 from gpu_compiler import has_compiler
 from grids import fast_cases
-from jaxmp import audit
+from jaxmp import audit, autocast
 
 W = jax.ShapeDtypeStruct((64, 64), F32)
 X = jax.ShapeDtypeStruct((16, 64), F32)
@@ -294,6 +294,26 @@ def test_a_gradient_inside_of_a_loss_has_its_own_scale():
     scaled = lambda w, x: jax.grad(lambda x: 4096.0 * value(w, x))(x) / 4096.0
     assert severities(lambda w, x: jax.grad(value, 1)(w, x)) == ["warning"]
     assert severities(scaled) == []
+
+
+def test_a_loss_may_select_log_probabilities_in_fp32():
+    """Under autocast too, which the fix of an FP32 matmul would be."""
+
+    def loss_fn(w, x):
+        logits = jnp.matmul(x, w.astype(x.dtype), preferred_element_type=F32)
+        one_hot = jax.nn.one_hot(jnp.arange(20), 64)
+        log_p = jnp.einsum("btk,nk->btn", jax.nn.log_softmax(logits), one_hot)
+        return -jax.nn.logsumexp(log_p, -1).mean()
+
+    def matmuls(fn):
+        findings = audit(jax.grad(fn), w, jnp.ones((4, 8, 16), BF16), recipe="bf16").findings
+        return [f for f in findings if f.check == "fp32_matmul"]
+
+    w = jnp.ones((16, 64))
+    assert not matmuls(loss_fn) and not matmuls(autocast(loss_fn, "bf16"))
+    # A selection of weights is a lookup.
+    (lookup,) = matmuls(lambda w, x: (jax.nn.one_hot(jnp.arange(8), 16) @ w).std())
+    assert lookup.count == 2
 
 
 def test_a_matrix_that_is_factorized_and_a_router_may_be_fp32():

@@ -249,6 +249,19 @@ def test_xla_compiles_wide_results_on_a_cpu(order):
     assert jax.jit(transposed)(X, W).shape == (64, 8)
 
 
+def test_a_loss_selects_values_in_fp32():
+    """A matmul with one-hot rows rounds nothing, and its operand in 16 bits would."""
+    rows = lambda: jax.nn.one_hot(LABELS, 64)
+    select = lambda values: jnp.einsum("bk,nk->bn", values, rows())
+    loss = lambda z: -select(jax.nn.log_softmax(z)).mean()
+    logits = 8 * normal(3, 8, 64)
+    assert autocast(loss, "bf16")(logits) == loss(logits)
+    # An embedding and a dispatch to experts are no losses.
+    hidden = lambda x, w: jnp.tanh(select((x @ w) / jnp.linalg.norm(x @ w)) @ w.T[:8])
+    fn = lambda x, w: hidden(x, w) @ w
+    assert (F32, F32) not in results(autocast(fn, "bf16"), X, W)
+
+
 def test_an_inner_product_is_a_sum_in_fp32():
     fn = lambda z: -jnp.einsum("bc,bc->b", jnp.eye(64)[:8], jax.nn.log_softmax(z))
     logits = 8 * normal(3, 8, 64)

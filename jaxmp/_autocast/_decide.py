@@ -278,9 +278,10 @@ def _of_matmul(
 ) -> Decision:
     """Decides the dtypes of a matmul or convolution.
 
-    FP32 operands with `precision=HIGHEST`, or of a matmul whose result a solver reads, keep their
-    recorded dtypes, and so does an operand that meets a complex one, which XLA converts to it. The
-    dtype of the result is the first of these that applies:
+    FP32 operands with `precision=HIGHEST`, of a matmul whose result a solver reads, or by which a
+    loss selects FP32 values, keep their recorded dtypes, and so does an operand that meets a
+    complex one, which XLA converts to it. The dtype of the result is the first of these that
+    applies:
 
     1. the `preferred_element_type`, if it differs from the recorded dtypes of the operands;
     2. FP32, if the recorded result is FP32 and only FP32 operations consume it;
@@ -298,6 +299,7 @@ def _of_matmul(
     if not _core.is_16bit(recorded[0]):
         why = "its author asked for precision=HIGHEST" if options and options.is_highest else ""
         why = why or (_WHY_WIDE[Use.SOLVED] if Use.SOLVED in use else "")
+        why = why or ("a loss selects FP32 values by it" if _is_selection(values, use) else "")
         if why:
             return Decision(None, Priority.COMPUTED, why, as_recorded=True)
     preferred = None if options is None else options.result_dtype
@@ -317,6 +319,15 @@ def _of_matmul(
     if narrow or use & _programs.SENSITIVE:
         return Decision(dtype, Priority.NARROW, reason, _core.FLOAT32)
     return Decision(dtype, Priority.COMPUTED, reason, policy.wide_output or dtype)
+
+
+def _is_selection(values: list[Value], use: Use) -> bool:
+    """Returns True if a loss reads a product of FP32 results, such as log-probabilities, with a
+    constant or a mask, such as one-hot rows. The matmul itself rounds nothing.
+    """
+    fixed = [value.priority is Priority.CONSTANT for value in values[:2]]
+    computed = [v.dtype == _core.FLOAT32 and v.priority > Priority.ARGUMENT for v in values[:2]]
+    return Use.LOSS in use and any(fixed) and any(computed)
 
 
 def _is_fp32_only(equation: _compat.JaxprEqn, env: Environment, dtype: np.dtype) -> bool:

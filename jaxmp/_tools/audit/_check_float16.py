@@ -11,7 +11,7 @@ import numpy as np
 
 from jaxmp import _core, _programs
 from jaxmp._tools.audit import _auditor, _check_ops, _checks, _rows, _trace
-from jaxmp._tools.audit._dataflow import GRADIENT, From, Update, powers_of
+from jaxmp._tools.audit._dataflow import GRADIENT, From, is_argument, powers_of
 from jaxmp._tools.audit._labels import ConditionalFinding, Logits
 from jaxmp._tools.audit._origins import SUMS, fix_expression, fix_operation
 from jaxmp._tools.fixes._rewrite import with_finite_numbers
@@ -214,9 +214,7 @@ def report_logits(op: _checks.OpOccurrence, audit: _auditor.Auditor) -> None:
 
 def _is_of_activations(logits: Logits, audit: _auditor.Auditor) -> bool:
     equation = logits.op.equation
-    types = [{type(label) for label in audit.flow.of(var)} for var in equation.invars[:2]]
-    # A weight is an argument to which nothing was added.
-    has_weight = any(From in each and Update not in each for each in types)
+    has_weight = any(is_argument(audit.flow.of(var)) for var in equation.invars[:2])
     return _checks.dtype_of(equation.outvars[0]) == _core.FLOAT16 and not has_weight
 
 

@@ -54,12 +54,6 @@ class RoundedDifference(RoundedTerm):
     )
 
 
-class LogProbability(_labels.Fact):
-    """Label of an FP32 logarithm, and of differences of such."""
-
-    survives = _MOVES | _checks.named("sub add neg mul")
-
-
 class Probability(_labels.Fact):
     """Label of a 16-bit sigmoid, softmax or tanh."""
 
@@ -105,16 +99,16 @@ def report_losses(audit: Auditor, traced: _trace.Traced) -> None:
 
 
 @LOSS_16BIT.on_operation("log", "log1p")
-def label_logarithm(op: OpOccurrence, _: Auditor) -> LogProbability | None:
+def label_logarithm(op: OpOccurrence, _: Auditor) -> _labels.LogProbability | None:
     """Labels FP32 logarithms."""
-    return LogProbability() if op.dtype == _core.FLOAT32 and op.is_forward else None
+    return _labels.LogProbability() if op.dtype == _core.FLOAT32 and op.is_forward else None
 
 
 @LOSS_16BIT.on_operation("convert_element_type")
 def label_rounding(op: OpOccurrence, audit: Auditor) -> RoundedTerm | None:
     """Labels log-probabilities that are rounded to 16 bits."""
     dtype = op.rounded
-    if dtype is None or not audit.flow.labels(LogProbability, *op.operands):
+    if dtype is None or not audit.flow.labels(_labels.LogProbability, *op.operands):
         return None
     message = f"log-probabilities are rounded to {dtype.name}"
     fix = f"Keep the log-probabilities in FP32: remove .astype(jnp.{dtype.name}) at {op.where}."
@@ -166,7 +160,8 @@ def label_probability(op: OpOccurrence, audit: Auditor) -> Probability | None:
     if not _core.is_16bit(op.dtype) or op.is_backward:
         return None
     is_softmax = any(x.normalized for x in audit.flow.labels(_labels.Logits, op.operands[0]))
-    name = "softmax" if is_softmax else op.name
+    # The argument of a tanh may contain the exponential of a matmul, as a standard deviation.
+    name = "softmax" if is_softmax and op.name not in _PROBABILITIES else op.name
     return Probability(op, name) if name in _PROBABILITIES else None
 
 
@@ -259,7 +254,7 @@ def label_cast(op: OpOccurrence, audit: Auditor) -> None:
     if not op.is_forward or _core.FLOAT32 not in (_checks.dtype_of(operand), op.dtype):
         return
     dtype, labels = op.rounded, audit.flow.labels
-    is_output = labels(_Computed, operand) and not labels(LogProbability, operand)
+    is_output = labels(_Computed, operand) and not labels(_labels.LogProbability, operand)
     if dtype is None and _programs.Use.SOFTMAX in audit.use_of(result):
         audit.report(UserCast, [operand], _SOFTMAX_READS)
     elif dtype is not None and is_output and op.is_own_call:

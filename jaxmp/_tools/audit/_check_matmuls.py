@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import NamedTuple
 
@@ -12,7 +13,14 @@ from jaxmp._programs import Atom, Equation, Path
 from jaxmp._tools.audit import _checks, _dataflow, _labels, _trace
 from jaxmp._tools.audit._auditor import Auditor
 from jaxmp._tools.audit._checks import Check, OpOccurrence
-from jaxmp._tools.audit._origins import apply_code, fix_casts, fix_wide, in_words, is_in_flax
+from jaxmp._tools.audit._origins import (
+    apply_code,
+    fix_casts,
+    fix_wide,
+    in_words,
+    is_constant,
+    is_in_flax,
+)
 from jaxmp._tools.fixes import _rewrite
 from jaxmp._tools.report import _section
 
@@ -123,9 +131,8 @@ def _fix_promotion(op: OpOccurrence, upcast: Atom, others: list[Atom], source: s
         return f"{layer}:\n    y = y.astype(jnp.{source})"
     literals = [var for var in others if _programs.is_literal(var)]
     index = next(n for n, var in enumerate(op.operands) if var is not upcast)
-    if literals:
-        number = str(float(literals[0].val))
-        code = _rewrite.with_operand(op.expression, index, number) or number
+    number = str(float(literals[0].val)) if literals else ""
+    if code := literals and _rewrite.with_operand(op.expression, index, number):
         sentence = "Replace the array or NumPy number by a Python number, which does not promote"
         return f"{sentence}:\n    {code}"
     return fix_wide("Cast the wide operand", op, [index], source)
@@ -245,15 +252,34 @@ class _Exact(NamedTuple):
 
 
 def _is_fp32_by_design(op: OpOccurrence, matmul: _programs.Matmul, audit: Auditor) -> bool:
-    """Returns True for matmuls of attention, of a matrix that is factorized, and of its norm.
+    """Returns True for matmuls of attention, of a matrix that is factorized, and of its norm, and
+    for those by which a loss selects values, such as the log-probabilities of labels.
 
     Autocast computes the factorized one in FP32, because its condition multiplies each rounding
-    error. The power iteration of a spectral norm requires FP32, too, and has few operations.
+    error, and the selected values, which the matmul itself does not round. The power iteration of
+    a spectral norm requires FP32, too, and has few operations.
     """
-    key = _Exact(op.location.names, op.line)
-    if _programs.Use.SOLVED in audit.use_of(op.result) or _dataflow.is_of_power_iteration(op):
+    key, use = _Exact(op.location.names, op.line), audit.use_of(op.result)
+    is_exact = _programs.Use.SOLVED in use or _dataflow.is_of_power_iteration(op, use)
+    if is_exact or _is_selection(op, use, audit):
         audit.collected[_Exact].append(key)
     return _checks.is_internal_matmul(op, matmul) or key in audit.collected[_Exact]
+
+
+def _is_selection(op: OpOccurrence, use: _programs.Use, audit: Auditor) -> bool:
+    """Returns True for values of a loss times a mask, one-hot rows or another constant."""
+    is_loss = _programs.Use.LOSS in use
+    for values, constant in itertools.permutations(op.operands[:2]):
+        if _checks.dtype_of(values) != _core.FLOAT32:
+            continue
+        labels = audit.flow.of(values)
+        # A step that takes the gradient alone does not return its loss.
+        is_log = any(isinstance(label, _labels.LogProbability) for label in labels)
+        if (is_log or (is_loss and not _dataflow.is_argument(labels))) and is_constant(
+            constant, op
+        ):
+            return True
+    return False
 
 
 def _is_router(op: OpOccurrence, audit: Auditor) -> bool:

@@ -63,6 +63,8 @@ ACCUMULATOR_16BIT = _checks.Check(
 _FIX_NORM = f"Compute mean and variance in FP32, and cast the result:\n    {NORM_16BIT.fix}"
 _NEAR = _checks.LAYOUT | _checks.named("mul div add sub select_n")
 _SUMS = _checks.named("reduce_sum cumsum")
+# Operations between an exponential and its sum, as that with a mask.
+_WEIGHTS = _checks.named("mul select_n")
 _SQUARES = _checks.named("square integer_pow")
 _DIVIDES = _checks.named("div integer_pow pow rsqrt")
 _KEEPS_SUM = _NEAR | _checks.named("max min neg reduce_sum")
@@ -123,7 +125,8 @@ def _role_of_exponential(op: _checks.OpOccurrence) -> str:
     if op.is_backward:
         return ""
     if op.name in ("exp", "exp2"):
-        sums = [e for e in _reads(op.equation, op.body) if e.primitive.name in _SUMS]
+        readers = _reads(op.equation, op.body, _checks.LAYOUT | _WEIGHTS)
+        sums = [reader for reader in readers if reader.primitive.name in _SUMS]
         after = (e.primitive.name for total in sums for e in _reads(total, op.body))
         if "log" in after:
             return "log-sum-exp"
@@ -167,7 +170,8 @@ _PRECISION = {
 def _follows_sum_of_exp(op: _checks.OpOccurrence) -> bool:
     makers = made_of(op.operands[0], op.body, _checks.LAYOUT)
     sums = (maker.invars[0] for maker in makers if maker.primitive.name in _SUMS)
-    before = (maker for var in sums for maker in made_of(var, op.body, _checks.LAYOUT))
+    through = _checks.LAYOUT | _WEIGHTS
+    before = (maker for var in sums for maker in made_of(var, op.body, through))
     return any(maker.primitive.name == "exp" for maker in before)
 
 
@@ -378,6 +382,9 @@ def _is_bounded(equation: _programs.Equation, body: _programs.Body) -> bool:
 
 def counts_largest(op: _checks.OpOccurrence) -> bool:
     """Returns True for the number of largest elements, by which a maximum's gradient is divided."""
+    if op.name == "scatter-add":
+        made, extremes = _origins.shapes_by_source(op.body), ("scatter-max", "scatter-min")
+        return any(_origins.call_and_type(op.equation, name) in made for name in extremes)
     for maker in made_of(op.operands[0], op.body, _checks.LAYOUT):
         if maker.primitive.name == "eq":
             sides = (made_of(var, op.body, _checks.LAYOUT) for var in maker.invars)
@@ -391,13 +398,17 @@ def counts_largest(op: _checks.OpOccurrence) -> bool:
 # ---------------------------------------------------------------------------
 
 
-def _reads(equation: _programs.Equation, body: _programs.Body) -> Iterator[_programs.Equation]:
-    """Yields the equations that read a result, directly or after changes of layout."""
+def _reads(
+    equation: _programs.Equation,
+    body: _programs.Body,
+    through: frozenset[str] = _checks.LAYOUT,
+) -> Iterator[_programs.Equation]:
+    """Yields the equations that read a result, directly or after the named primitives."""
     waiting = list(equation.outvars)
     while waiting:
         for reader in body.readers(waiting.pop()):
             yield reader
-            if reader.primitive.name in _checks.LAYOUT:
+            if reader.primitive.name in through:
                 waiting += reader.outvars
 
 

@@ -31,10 +31,6 @@ _FEW_TERMS = 8
 _NOTABLE = 0.05
 
 
-# Operations that read a part of an array, and that write one.
-_TAKES = _checks.LAYOUT | _checks.named("gather dynamic_slice slice")
-_PUTS = _checks.LAYOUT | _checks.named("scatter dynamic_update_slice")
-
 FIX_ACCUMULATOR = (
     "Start from zeros in FP32, and add in FP32:\n"
     "    total = jnp.zeros(p.shape, jnp.float32)\n"
@@ -78,14 +74,10 @@ def check_loop(op: OpOccurrence, audit: Auditor) -> None:
 
     A residual stream, whose summand is computed from the carry itself, is not an accumulator.
     """
-    loop = op.loop
-    body = _programs.Body(loop.jaxpr)
-    for before, after in zip(loop.incoming, loop.outgoing, strict=True):
-        if _checks.dtype_of(before) in _core.FLOATS_16BIT and not _programs.is_literal(after):
-            makers = _check_ops.made_of(after, body, _PUTS)
-            addition = next((e for e in makers if _adds_to(e, before, body)), None)
-            if addition is not None and not _check_state.is_compensated(addition, body):
-                _report_carry(op, before, addition, audit)
+    body = _programs.Body(op.loop.jaxpr)
+    for carry, linear in _linear_carries(op, None):
+        if not linear.is_scaled and not _check_state.is_compensated(linear.addition, body):
+            _report_carry(op, carry, linear.addition, audit)
 
 
 @_check_ops.ACCUMULATOR_16BIT.on_result("add", "add_any")
@@ -183,30 +175,6 @@ def _is_after_gradient(op: OpOccurrence) -> bool:
     return op.is_forward and not op.location.differentiated
 
 
-def _adds_to(addition: _programs.Equation, before: _programs.Atom, loop: _programs.Body) -> bool:
-    """Returns True for a sum of a carry of a loop and a value that does not depend on it.
-
-    The carry may be a part of an array, or have been added to before.
-    """
-    name = addition.primitive.name
-    if name not in ("add", "add_any", "sub", "scatter-add", "scatter-sub"):
-        return False
-    # A scatter has the operands array, indices and updates.
-    carry, other = addition.invars[0], addition.invars[-1]
-    pairs = [(carry, other)] if name.startswith("scatter") else [(carry, other), (other, carry)]
-    dependents = loop.dependents([before])
-    return any(
-        _is_running(var, before, loop) and (_programs.is_literal(term) or term not in dependents)
-        for var, term in pairs
-    )
-
-
-def _is_running(var: _programs.Atom, before: _programs.Atom, loop: _programs.Body) -> bool:
-    source = loop.source_of(var, _TAKES)
-    maker = loop.maker(source)
-    return source is before or (maker is not None and _adds_to(maker, before, loop))
-
-
 @_check_ops.ACCUMULATOR_16BIT.on_operation("add")
 def check_associative_scan(op: OpOccurrence, audit: Auditor) -> None:
     """Reports `lax.associative_scan` with sums in 16 bits, which JAX traces as single additions."""
@@ -220,8 +188,10 @@ def check_associative_scan(op: OpOccurrence, audit: Auditor) -> None:
         audit.add(_check_ops.ACCUMULATOR_16BIT, op, message, fix)
 
 
-_KEEPS = _checks.LAYOUT | _checks.named("neg select_n")
-_SUMS = _checks.named("add add_any sub")
+_KEEPS = _checks.LAYOUT | _checks.named(
+    "neg select_n gather dynamic_slice slice scatter dynamic_update_slice"
+)
+_SUMS = _checks.named("add add_any sub scatter-add scatter-sub")
 
 
 class _Linear(NamedTuple):
@@ -242,16 +212,29 @@ def check_recurrence(op: OpOccurrence, audit: Auditor) -> None:
     carry; both are not linear recurrences. A sum without a factor is a running sum, which
     `reduction_16bit` reports.
     """
+    for carry, linear in _linear_carries(op, False) if op.is_forward else ():
+        if linear.is_scaled:
+            _report_recurrence(op, carry, linear, op.loop, audit)
+
+
+def _linear_carries(
+    op: OpOccurrence, others: Literal[False] | None
+) -> Iterator[tuple[_programs.Atom, Any]]:
+    """Yields the 16-bit carries that a loop adds to and that are linear in their last value.
+
+    Args:
+      op: the loop.
+      others: facts of the other carries: None for values that do not depend on a carry.
+    """
     loop = op.loop
     carries = [var for var in loop.incoming if _checks.dtype_of(var) in _checks.FLOATS]
-    pairs = zip(loop.incoming, loop.outgoing, strict=True)
-    for carry, result in pairs if op.is_forward else ():
+    for carry, result in zip(loop.incoming, loop.outgoing, strict=True):
         if _checks.dtype_of(carry) in _core.FLOATS_16BIT and not _programs.is_literal(result):
-            carried = {var: False for var in carries} | {carry: _Linear()}
+            carried = dict.fromkeys(carries, others) | {carry: _Linear()}
             args = [carried.get(var) for var in loop.jaxpr.invars]
             linear = _Linearity().frame(loop.jaxpr, args).values.get(result)
-            if linear and linear.addition is not None and linear.is_scaled:
-                _report_recurrence(op, carry, linear, loop, audit)
+            if linear and linear.addition is not None:
+                yield carry, linear
 
 
 class _Linearity(_programs.Forward):
@@ -272,7 +255,9 @@ def _linear_after(equation: _programs.Equation, facts: list[Any]) -> _Linear | L
     is_first = facts[0] is not None
     if name in _KEEPS:
         return False if name == "select_n" and is_first else linear
-    if name in _SUMS or name == "scatter-add":
+    if name.startswith("scatter-") and not is_first:
+        return False
+    if name in _SUMS:
         is_scaled = len(rows) > 1 or linear.is_scaled
         return _Linear(linear.factor if len(rows) == 1 else None, is_scaled, equation)
     if len(rows) == 1 and (name == "mul" or (name == "div" and is_first)):

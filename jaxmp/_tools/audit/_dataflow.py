@@ -102,6 +102,12 @@ def lineage(op: OpOccurrence, own: frozenset[Any], labels_of: LabelsOf) -> froze
     return frozenset(summands | _updates(op, summands, labels_of) | _terms(op, labels_of))
 
 
+def is_argument(labels: Iterable[Any]) -> bool:
+    """Returns True for the labels of an argument to which nothing was added, such as a weight."""
+    types = set(map(type, labels))
+    return From in types and Update not in types
+
+
 def number_of(var: _programs.Atom) -> float | None:
     """Returns the value of a constant real scalar, or None."""
     is_scalar = _programs.is_literal(var) and math.prod(var.aval.shape) == 1
@@ -281,17 +287,20 @@ def _is_neutral(var: _programs.Atom, op: OpOccurrence) -> bool:
 _MOST_STEPS = 32
 
 
-def is_of_power_iteration(op: OpOccurrence) -> bool:
+def is_of_power_iteration(op: OpOccurrence, use: _programs.Use) -> bool:
     """Returns True for the products of a spectral norm: of one vector and of one matrix, again.
 
-    A vector is divided by its norm before the next product with the same matrix.
+    The results divide, directly or by their norm.
+
+    Args:
+      op: the product.
+      use: of its result.
     """
     matrix = _matrix_of(op.equation, op.body)
-    if matrix is None or not op.is_forward:
+    if matrix is None or not op.is_forward or _programs.Use.MAGNIFIED not in use:
         return False
     here = _programs.equations(op.body.jaxpr, inside=False)
-    products = [each for each in here if _matrix_of(each, op.body) is matrix]
-    return any(_is_normalized(product, matrix, op.body) for product in products)
+    return sum(_matrix_of(each, op.body) is matrix for each in here) > 1
 
 
 def _matrix_of(equation: _programs.Equation, body: _programs.Body) -> _programs.Atom | None:
@@ -304,30 +313,8 @@ def _matrix_of(equation: _programs.Equation, body: _programs.Body) -> _programs.
     return body.source_of(matrix, LAYOUT) if is_product else None
 
 
-def _is_normalized(
-    equation: _programs.Equation, matrix: _programs.Atom, body: _programs.Body
-) -> bool:
-    """Returns True if the vector of a product is a quotient of such a product and its norm."""
-    vector = min(equation.invars, key=lambda var: var.aval.size)
-    before = near(vector, body, lambda maker: maker.primitive.name not in _programs.MATMULS)
-    makers = [maker for maker in map(body.maker, before) if maker is not None]
-    inside = [jaxpr for maker in makers for jaxpr in _programs.sub_jaxprs(maker)]
-    names = {maker.primitive.name for maker in makers}.union(*map(_programs.primitives, inside))
-    has_root = not names.isdisjoint(("sqrt", "rsqrt"))
-    has_product = any(_matrix_of(maker, body) is matrix for maker in makers)
-    return has_root and has_product
-
-
-def near(
-    var: _programs.Atom, body: _programs.Body, enters: Callable[[Any], bool] = lambda _: True
-) -> Iterator[_programs.Atom]:
-    """Yields a value and the first values that it is computed from.
-
-    Args:
-      var: the value.
-      body: the jaxpr that contains it.
-      enters: equation -> True if its operands are to be visited.
-    """
+def near(var: _programs.Atom, body: _programs.Body) -> Iterator[_programs.Atom]:
+    """Yields a value of a jaxpr and the first values that it is computed from."""
     sources, waiting = set[_programs.Atom](), collections.deque([var])
     while waiting and len(sources) < _MOST_STEPS:
         source = waiting.popleft()
@@ -336,4 +323,4 @@ def near(
         yield source
         sources.add(source)
         maker = body.maker(source)
-        waiting += maker.invars if maker is not None and enters(maker) else ()
+        waiting += () if maker is None else maker.invars

@@ -116,6 +116,12 @@ class RoundedInput(Fact):
     survives: ClassVar = _MOVES | _checks.named("mul div add sub neg")
 
 
+class LogProbability(Fact):
+    """Label of an FP32 logarithm, and of differences of such."""
+
+    survives = _checks.LAYOUT | _checks.named("slice gather select_n sub add neg mul")
+
+
 class WideValue:
     """Label that an FP32 value loses when it is cast to 16 bits."""
 

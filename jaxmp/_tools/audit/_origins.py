@@ -5,8 +5,9 @@ from __future__ import annotations
 import ast
 import functools
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 
@@ -93,6 +94,9 @@ def fix_expression(sentence: str, op: OpOccurrence) -> str:
 
 def fix_cast(op: OpOccurrence) -> str:
     """Returns the fix that does not round a value."""
+    if _is_shared(op):
+        array = op.operands[0].aval.str_short()
+        return f"At {op.where}, do not round {array} to 16 bits with the other arrays."
     sentence = f"At {op.where}, do not round to 16 bits"
     return fix_expression(sentence, op) or f"{sentence}."
 
@@ -218,7 +222,9 @@ def fix_rounding(op: OpOccurrence) -> str:
             casts.append(origin)
         elif _is_elementwise(origin.equation):
             waiting += [(v, origin) for v in origin.operands if not _programs.is_literal(v)]
-    return "\n".join(_at_origins(casts, op, _source.UNKNOWN)[0])
+    lines = _at_origins(casts, op, _source.UNKNOWN)[0]
+    shared = [fix_cast(cast) for cast in casts if _is_shared(cast)]
+    return "\n".join([*lines, *shared])
 
 
 def _at_origins(
@@ -234,6 +240,8 @@ def _at_origins(
     """
     code, parts = _rewrite.wide_code(own), list[tuple[_source.Expression, str]]()
     for origin in origins if len(origins) <= _MAX_ORIGINS else ():
+        if _is_shared(origin):
+            continue
         expression = origin.expression
         changed = _rewrite.in_fp32(expression)
         is_here = origin.line == op.line
@@ -264,6 +272,30 @@ def _at_origins(
         for (place, text), count in counts.items()
     ]
     return lines, code
+
+
+def _is_shared(op: OpOccurrence) -> bool:
+    """Returns True if the code of an operation makes arrays of other shapes, too.
+
+    A cast of all parameters does. Other code for it would change all of them.
+    """
+    return len(shapes_by_source(op.body).get(call_and_type(op.equation), ())) > 1
+
+
+def call_and_type(equation: _programs.Equation, name: str = "") -> tuple[Any, str, Any]:
+    """Returns the user's call that makes an equation, its primitive or `name`, and its dtype."""
+    (result, *_) = equation.outvars
+    return _programs.call_site(equation), name or equation.primitive.name, _checks.dtype_of(result)
+
+
+@functools.lru_cache(maxsize=8)
+def shapes_by_source(body: _programs.Body) -> dict[tuple[Any, str, Any], set[tuple[int, ...]]]:
+    """Returns the shapes of the results in the forward pass of a jaxpr, by their source."""
+    shapes = defaultdict(set)
+    for equation in _programs.equations(body.jaxpr, inside=False):
+        if equation.outvars and _is_forward(equation):
+            shapes[call_and_type(equation)].add(getattr(equation.outvars[0].aval, "shape", ()))
+    return shapes
 
 
 def _is_read_exactly(op: OpOccurrence, function: str) -> bool:
@@ -391,6 +423,22 @@ def _through_calls(var: _programs.Atom, op: OpOccurrence) -> tuple[_programs.Ato
             break
         var, op = operand, op.outer
     return var, op
+
+
+def is_constant(var: _programs.Atom, op: OpOccurrence) -> bool:
+    """Returns True for a value that is computed from numbers and integers alone."""
+    waiting, seen = [(var, op)], set[_programs.Atom]()
+    while waiting:
+        var, within = _through_calls(*waiting.pop())
+        is_integer = getattr(_checks.dtype_of(var), "kind", "b") in "biu"
+        if _programs.is_literal(var) or is_integer or var in seen:
+            continue
+        seen.add(var)
+        maker = within.body.maker(var)
+        if maker is None:
+            return False
+        waiting += [(operand, within) for operand in maker.invars]
+    return True
 
 
 def _halves(equation: _programs.Equation) -> list[_programs.Atom]:

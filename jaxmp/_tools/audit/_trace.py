@@ -133,17 +133,6 @@ class Traced:
         """Jaxpr of the program -> its makers and readers."""
         return functools.cache(_programs.Body)
 
-    @functools.cached_property
-    def _returned_by(self) -> Callable[[Any], list[Any]]:
-        """Equation -> its jaxpr, and result of the equation -> result of the jaxpr."""
-
-        def returned_by(equation: _programs.Equation) -> list[Any]:
-            last = _programs.inners(equation)[-1:]
-            results = lambda inner: zip(inner.results, inner.jaxpr.outvars, strict=True)
-            return [(inner.jaxpr, dict(results(inner))) for inner in last]
-
-        return functools.cache(returned_by)
-
     def maker_of(self, result: _programs.Atom, findings: PendingFindings) -> OpOccurrence | None:
         """Returns the operation that computes a result, inside of the calls that return it."""
         jaxpr, var, op = self.jaxpr, result, None
@@ -154,8 +143,9 @@ class Traced:
                 break
             op = OpOccurrence(maker, _programs.Location(), 1, body, findings, op)
             below, var = var, None
-            for inner, returned in self._returned_by(maker):
-                jaxpr, var = inner, returned.get(below)
+            for inner in _programs.inners(maker)[-1:]:
+                pairs = zip(inner.results, inner.jaxpr.outvars, strict=True)
+                jaxpr, var = inner.jaxpr, next((v for result, v in pairs if result is below), None)
         return op
 
 

@@ -90,6 +90,7 @@ _TABLE: dict[str, dict[str, Function]] = {
     "jax.scipy.stats": {
         " ".join(f"{name}.{function}" for name in _DENSITIES for function in _OF_DENSITIES): _ARRAY
     },
+    "jax.ops": {"segment_sum segment_prod": _ARRAY},
     "jax.random": {_RANDOM: Function((), dtype=2)},
     "optax": {
         _LOSSES: _ARRAY,

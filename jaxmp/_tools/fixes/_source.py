@@ -6,6 +6,7 @@ import ast
 import dataclasses
 import functools
 import linecache
+import re
 from collections.abc import Iterator
 from types import CodeType
 from typing import Any, NamedTuple, Protocol
@@ -40,6 +41,7 @@ def text_of(file: str, line: int) -> str:
 
 
 IN_FP32 = ".astype(jnp.float32)"
+_SENTENCE_AND_CODE = re.compile(r"^\S.*\n    .*\n?", re.MULTILINE)
 # Lines of code of one fix.
 _MOST_CODES = 6
 
@@ -280,6 +282,9 @@ def both(first: str, second: str) -> str:
         return first
     if all(any(old in new for new in codes[1]) for old in codes[0]):
         return second
+    for sentence_and_code in _SENTENCE_AND_CODE.findall(second):
+        if sentence_and_code in first:
+            second = second.replace(sentence_and_code, "")
     return f"{first}\n{second}" if len(codes[0]) < _MOST_CODES else first
 
 

@@ -12,7 +12,6 @@ import contextlib
 import gc
 import itertools
 import linecache
-import sys
 import types
 import warnings
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
@@ -108,6 +107,16 @@ def with_edits(fix: str, before: Edits, after: Edits) -> str:
     return fix
 
 
+def _with_places(fix: str, edits: Edits | None) -> str:
+    """Returns a fix whose sentences name the lines of their code."""
+    lines = fix.splitlines()
+    where = {f"    {edit.code}": edit.where for edit in edits or ()}
+    for n, code in enumerate(lines[1:]):
+        if code in where and not lines[n].startswith(("At ", "    ")):
+            lines[n] = f"At {where[code]}, {lines[n][0].lower()}{lines[n][1:]}"
+    return "\n".join(lines)
+
+
 def _with_other_dtypes(edits: Edits) -> Edits:
     """Returns edits whose results are in 16 bits instead of FP32, and the reverse."""
     return frozenset(e._replace(code=e.other, other=e.code) if e.other else e for e in edits)
@@ -160,8 +169,12 @@ def try_edits(
                 return FixTrial(WORKS, tuple(more), edits)
             if not new or any(edits is None for _, edits in new):
                 break
-            layers.append(frozenset().union(*(edits for _, edits in new if edits)))
-            more += [_plain(fix) for fix, _ in new]
+            following = frozenset().union(*(edits for _, edits in new if edits))
+            pairs = itertools.product(edits, following)
+            if any(a.line == b.line and b.old in a.code for a, b in pairs):
+                break  # It changes the code of the first fix again.
+            layers.append(following)
+            more += [_plain(_with_places(*problem)) for problem in new]
         return FixTrial(FAILS)
 
     waiting = [n for n, row in enumerate(trials) if not row.state]
@@ -195,27 +208,17 @@ def try_edits(
 
 def _functions_of(files: set[str]) -> list[types.FunctionType]:
     """Returns all live functions of some files, wherever a closure or a decorator stores them."""
+    is_frozen = gc.get_freeze_count() > 0
+    if is_frozen:
+        # The garbage collector does not find objects after `gc.freeze`.
+        gc.unfreeze()
     # Each function refers to the built-in names. To list what refers to them takes a fraction of
     # the time of `gc.get_objects`.
     objects = gc.get_referrers(vars(builtins))
-    objects += _of_modules(files) if gc.get_freeze_count() else ()
+    if is_frozen:
+        gc.freeze()
     functions = {id(each): each for each in objects if type(each) is types.FunctionType}
     return [each for each in functions.values() if each.__code__.co_filename in files]
-
-
-def _of_modules(files: set[str]) -> Iterator[object]:
-    """Yields what the modules of some files refer to, without the contents of other modules.
-
-    The garbage collector does not find objects after `gc.freeze`.
-    """
-    modules = [m for m in list(sys.modules.values()) if isinstance(m, types.ModuleType)]
-    seen = {id(vars(module)) for module in modules}
-    waiting = [v for m in modules if vars(m).get("__file__") in files for v in vars(m).values()]
-    while waiting:
-        yield from waiting
-        seen.update(map(id, waiting))
-        referents = {id(each): each for each in gc.get_referents(*waiting) if gc.is_tracked(each)}
-        waiting = [each for key, each in referents.items() if key not in seen]
 
 
 def _lines(code: types.CodeType) -> set[int]:
