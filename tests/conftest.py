@@ -61,7 +61,8 @@ hypothesis.settings.register_profile("jaxmp", deadline=None, derandomize=True, m
 hypothesis.settings.load_profile("jaxmp")
 
 
-# Files that depend on the versions of JAX and Flax, and are therefore tested on the oldest too. Of
+# Files that depend on the versions of JAX and Flax, and are therefore tested on the oldest too: of a
+# test with `fast_cases`, those cases alone. Of
 # `jaxmp.validate`, that is the capture of outputs; the rest uses the public API alone.
 VERSION_SENSITIVE = {
     # Private names of JAX and Flax, signatures that jaxmp copies, and what an import loads.
@@ -97,7 +98,8 @@ def pytest_collection_modifyitems(config, items):
     mark_expensive_cases(items, is_complete=not any("::" in name for name in config.args))
     for item in items:
         name = item.path.stem.removeprefix("test_")
-        if name in VERSION_SENSITIVE:
+        marks = {mark.name for mark in item.iter_markers()}
+        if name in VERSION_SENSITIVE and not {"fast_cases", "expensive"} <= marks:
             item.add_marker("versions")
         if name not in WHOLE:
             for message in ABOUT_PARTS:
