@@ -36,7 +36,8 @@ LOWEST := flax cli examples
 COMMA  := ,
 SPACE  := $(subst ,, )
 
-# The compiled forms of the tests, in which pytest has rewritten the assertions, are kept.
+# Python compiles the modules that it imports, a fifth of those that pip would compile. Their compiled
+# forms are kept, and those of the tests, in which pytest has rewritten the assertions.
 export PYTHONDONTWRITEBYTECODE =
 
 .PHONY: env demo test test-expensive test-thorough test-versions test-slow test-all test-lowest bench docs links lint format clean
@@ -69,7 +70,7 @@ test-all: $(STAMP)/dev
 # Imports, the command and a short training with the lowest versions that pyproject.toml allows.
 test-lowest: | $(BIN)/python
 	pins=$$($(BIN)/python .ci/lowest.py $(LOWEST)) && \
-	$(BIN)/python -m pip install --quiet --editable ".[$(subst $(SPACE),$(COMMA),$(LOWEST))]" $$pins
+	$(BIN)/python -m pip install --quiet --no-compile --editable ".[$(subst $(SPACE),$(COMMA),$(LOWEST))]" $$pins
 	$(BIN)/python -c "import jaxmp, jaxmp._tools.cli, jaxmp.errors, jaxmp.fp8, jaxmp.losses, jaxmp.nnx, jaxmp.optim, jaxmp.typing"
 	$(BIN)/jaxmp show bf16 >/dev/null
 	$(BIN)/jaxmp audit examples/train_lm.py:make_step --recipe bf16 >/dev/null
@@ -102,7 +103,7 @@ $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 
 $(STAMP)/%: pyproject.toml Makefile | $(BIN)/python
-	$(BIN)/python -m pip install --quiet --upgrade --editable ".[$*$(EXTRA:%=,%)]" $(PIN)
+	$(BIN)/python -m pip install --quiet --no-compile --upgrade --editable ".[$*$(EXTRA:%=,%)]" $(PIN)
 	@rm -rf $(filter-out $(STAMP),$(wildcard $(VENV)/jaxmp-with-jax-*))
 	@mkdir -p $(STAMP)
 	@touch $@
