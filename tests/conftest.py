@@ -61,9 +61,9 @@ hypothesis.settings.register_profile("jaxmp", deadline=None, derandomize=True, m
 hypothesis.settings.load_profile("jaxmp")
 
 
-# Files that depend on the versions of JAX and Flax, and are therefore tested on the oldest too: of a
-# test with `fast_cases`, those cases alone. Of
-# `jaxmp.validate`, that is the capture of outputs; the rest uses the public API alone.
+# Files that depend on the versions of JAX and Flax, and are therefore tested on the oldest too. Of
+# `jaxmp.validate`, that is the capture of outputs; the rest uses the public API alone. Of a test
+# with `fast_cases`, the oldest runs those cases alone.
 VERSION_SENSITIVE = {
     # Private names of JAX and Flax, signatures that jaxmp copies, and what an import loads.
     *("attention", "attention_cudnn", "docs", "frame", "leaks", "ops"),
@@ -109,6 +109,13 @@ def pytest_collection_modifyitems(config, items):
             item.add_marker("expensive")
         if needs_compiler.mark in item.iter_markers("skipif"):
             item.add_marker("gpu_compiler")
+
+
+def pytest_collection_finish(session):
+    # The trials of fixes follow the references of a test file, which would lead through the loader
+    # of pytest to all collected tests.
+    for module in {item.module for item in session.items if isinstance(item, pytest.Function)}:
+        module.__loader__ = module.__spec__.loader = None
 
 
 def pytest_unconfigure():
