@@ -36,8 +36,8 @@ LOWEST := flax cli examples
 COMMA  := ,
 SPACE  := $(subst ,, )
 
-# Python compiles the modules that it imports, a fifth of those that pip would compile. Their compiled
-# forms are kept, and those of the tests, in which pytest has rewritten the assertions.
+# Python compiles the modules that it imports, a fraction of those that pip would compile. Their
+# compiled forms are kept, and those of the tests, in which pytest has rewritten the assertions.
 export PYTHONDONTWRITEBYTECODE =
 
 .PHONY: env demo test test-expensive test-thorough test-versions test-slow test-all test-lowest bench docs links lint format clean
