@@ -4,7 +4,8 @@
 #   make test                 the fast tests; make test-slow the slow ones
 #   make test-expensive       those that repeat a behaviour of a fast test in other combinations, and
 #                             slow ones that need XLA's GPU compiler: EXTRA=aot, Python >= 3.12
-#   make test-versions        of the first two, those that depend on the versions of JAX and Flax
+#   make test-thorough        make test and make test-expensive in one run, which compiles less
+#   make test-versions        of its tests, those that depend on the versions of JAX and Flax
 #   make test-all             all, with the rest of each grid of which the others run a subset
 #   make test VENV=.venv-old PYTHON=python3.11 JAX=0.10.2     another leg
 #   make test-lowest VENV=.venv-lowest    a short training with the lowest versions of all packages
@@ -35,10 +36,11 @@ LOWEST := flax cli examples
 COMMA  := ,
 SPACE  := $(subst ,, )
 
-# The compiled forms of the tests, in which pytest has rewritten the assertions, are kept.
+# Python compiles the modules that it imports, a fraction of those that pip would compile. Their
+# compiled forms are kept, and those of the tests, in which pytest has rewritten the assertions.
 export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: env demo test test-versions test-expensive test-slow test-all test-lowest bench docs links lint format clean
+.PHONY: env demo test test-expensive test-thorough test-versions test-slow test-all test-lowest bench docs links lint format clean
 .DELETE_ON_ERROR:
 
 demo: $(STAMP)/examples
@@ -53,6 +55,9 @@ test: $(STAMP)/dev
 test-expensive: $(STAMP)/dev
 	$(PYTEST) --durations=30 -m "(expensive and not slow) or (gpu_compiler and slow and not exhaustive)" $(ARGS)
 
+test-thorough: $(STAMP)/dev
+	$(PYTEST) --durations=30 -m "not slow or (gpu_compiler and not exhaustive)" $(ARGS)
+
 test-versions: $(STAMP)/dev
 	$(PYTEST) -m "versions and not slow" $(ARGS)
 
@@ -65,7 +70,7 @@ test-all: $(STAMP)/dev
 # Imports, the command and a short training with the lowest versions that pyproject.toml allows.
 test-lowest: | $(BIN)/python
 	pins=$$($(BIN)/python .ci/lowest.py $(LOWEST)) && \
-	$(BIN)/python -m pip install --quiet --editable ".[$(subst $(SPACE),$(COMMA),$(LOWEST))]" $$pins
+	$(BIN)/python -m pip install --quiet --no-compile --editable ".[$(subst $(SPACE),$(COMMA),$(LOWEST))]" $$pins
 	$(BIN)/python -c "import jaxmp, jaxmp._tools.cli, jaxmp.errors, jaxmp.fp8, jaxmp.losses, jaxmp.nnx, jaxmp.optim, jaxmp.typing"
 	$(BIN)/jaxmp show bf16 >/dev/null
 	$(BIN)/jaxmp audit examples/train_lm.py:make_step --recipe bf16 >/dev/null
@@ -98,7 +103,7 @@ $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 
 $(STAMP)/%: pyproject.toml Makefile | $(BIN)/python
-	$(BIN)/python -m pip install --quiet --upgrade --editable ".[$*$(EXTRA:%=,%)]" $(PIN)
+	$(BIN)/python -m pip install --quiet --no-compile --upgrade --editable ".[$*$(EXTRA:%=,%)]" $(PIN)
 	@rm -rf $(filter-out $(STAMP),$(wildcard $(VENV)/jaxmp-with-jax-*))
 	@mkdir -p $(STAMP)
 	@touch $@

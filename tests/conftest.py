@@ -62,7 +62,8 @@ hypothesis.settings.load_profile("jaxmp")
 
 
 # Files that depend on the versions of JAX and Flax, and are therefore tested on the oldest too. Of
-# `jaxmp.validate`, that is the capture of outputs; the rest uses the public API alone.
+# `jaxmp.validate`, that is the capture of outputs; the rest uses the public API alone. Of a test
+# with cases in the fast suite, the oldest runs those cases alone.
 VERSION_SENSITIVE = {
     # Private names of JAX and Flax, signatures that jaxmp copies, and what an import loads.
     *("attention", "attention_cudnn", "docs", "frame", "leaks", "ops"),
@@ -95,9 +96,14 @@ ABOUT_PARTS = ("The gradient of a float16 model is", "The recipe of the optimize
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config, items):
     mark_expensive_cases(items, is_complete=not any("::" in name for name in config.args))
+    is_expensive = lambda item: item.get_closest_marker("expensive") is not None
+    test_of = lambda item: item.nodeid.partition("[")[0]
+    with_fast_cases = {test_of(item) for item in items if not is_expensive(item)}
     for item in items:
         name = item.path.stem.removeprefix("test_")
-        if name in VERSION_SENSITIVE:
+        if name in VERSION_SENSITIVE and not (
+            is_expensive(item) and test_of(item) in with_fast_cases
+        ):
             item.add_marker("versions")
         if name not in WHOLE:
             for message in ABOUT_PARTS:
@@ -107,6 +113,13 @@ def pytest_collection_modifyitems(config, items):
             item.add_marker("expensive")
         if needs_compiler.mark in item.iter_markers("skipif"):
             item.add_marker("gpu_compiler")
+
+
+def pytest_collection_finish(session):
+    # The trials of fixes follow the references of a test file, which would lead through the loader
+    # of pytest to all collected tests.
+    for module in {item.module for item in session.items if isinstance(item, pytest.Function)}:
+        module.__loader__ = module.__spec__.loader = None
 
 
 def pytest_unconfigure():

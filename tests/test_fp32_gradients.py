@@ -777,6 +777,7 @@ def test_kernel_gradients_are_no_bfloat16_numbers(framework):
 @EXPENSIVE
 def test_losses_and_gradients_equal_those_of_one_device(framework):
     run, state = MODELS[framework]("bf16")
+    run = jax.jit(run)
     one, several = run(state, TOKENS), run(*placed(mesh_of(), state, TOKENS))
     for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(several), strict=True):
         # Activations are rounded to bfloat16, 2**-9.

@@ -91,7 +91,7 @@ def test_log_probabilities_do_not_depend_on_moderate_changes(name):
 
     def changes(recipe):
         model = recipe.wrap(Causal())
-        variables = model.init(jax.random.key(0), tokens, ones)
+        variables = jax.jit(model.init)(jax.random.key(0), tokens, ones)
         apply = jax.jit(model.apply)
         before = apply(variables, tokens, ones)
         after = apply(variables, tokens.at[:, -1].add(1) % 32, ones)

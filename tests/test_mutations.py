@@ -1,6 +1,7 @@
 """Seeded defects: each still applies and names tests of the fast suite; the runner judges them."""
 
 import ast
+import functools
 from pathlib import Path
 
 import pytest
@@ -24,18 +25,19 @@ def test_there_are_seventy_different_defects():
     assert len({(mutation.file, mutation.replace, mutation.find) for mutation in MUTATIONS}) >= 70
 
 
-def decorators(file: str, function: str) -> list[str]:
-    for node in ast.parse((TESTS / file).read_text("utf-8")).body:
-        if isinstance(node, ast.FunctionDef) and node.name == function:
-            return [ast.unparse(each) for each in node.decorator_list]
-    pytest.fail(f"{file} has no {function}")
+@functools.cache
+def decorators(file: str) -> dict[str, list[str]]:
+    """Returns the decorators of each function of a test file."""
+    nodes = ast.parse((TESTS / file).read_text("utf-8")).body
+    functions = [node for node in nodes if isinstance(node, ast.FunctionDef)]
+    return {node.name: list(map(ast.unparse, node.decorator_list)) for node in functions}
 
 
 @pytest.mark.parametrize("test", sorted({t for m in MUTATIONS for t in m.tests}))
 def test_the_tests_of_defects_are_in_the_fast_suite(test):
     file, _, function = test.partition("::")
     slow = ("pytest.mark.slow", "pytest.mark.expensive", "EXPENSIVE")
-    assert not [name for name in decorators(file, function) if name.startswith(slow)]
+    assert not [name for name in decorators(file)[function] if name.startswith(slow)]
 
 
 CODE = "def add(a, b):\n    # The sum.\n    return a + b\n"

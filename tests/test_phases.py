@@ -279,7 +279,7 @@ def test_layers_in_scans_and_layers_that_run_twice_reset_their_states(microbatch
 
     phases = [{"from_step": 1, "matmul": "default"}, {"from_step": 2, "matmul": "fp8"}]
     recipe = FP8.replace(phases=phases)
-    variables = recipe.phase(0).wrap(Scanned()).init(jax.random.key(1), X)
+    variables = jax.jit(recipe.phase(0).wrap(Scanned()).init)(jax.random.key(1), X)
     tx = recipe.optimizer(optax.sgd(1e-2))
     state, amaxes = jaxmp.TrainState.create(apply_fn=None, params=variables, tx=tx), []
     for step in range(3):
