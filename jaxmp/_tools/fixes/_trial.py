@@ -12,6 +12,7 @@ import contextlib
 import gc
 import itertools
 import linecache
+import sys
 import types
 import warnings
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
@@ -208,17 +209,27 @@ def try_edits(
 
 def _functions_of(files: set[str]) -> list[types.FunctionType]:
     """Returns all live functions of some files, wherever a closure or a decorator stores them."""
-    is_frozen = gc.get_freeze_count() > 0
-    if is_frozen:
-        # The garbage collector does not find objects after `gc.freeze`.
-        gc.unfreeze()
     # Each function refers to the built-in names. To list what refers to them takes a fraction of
     # the time of `gc.get_objects`.
     objects = gc.get_referrers(vars(builtins))
-    if is_frozen:
-        gc.freeze()
+    objects += _of_modules(files) if gc.get_freeze_count() else ()
     functions = {id(each): each for each in objects if type(each) is types.FunctionType}
     return [each for each in functions.values() if each.__code__.co_filename in files]
+
+
+def _of_modules(files: set[str]) -> Iterator[object]:
+    """Yields what the modules of some files refer to, without the contents of other modules.
+
+    The garbage collector does not find objects after `gc.freeze`.
+    """
+    modules = [m for m in list(sys.modules.values()) if isinstance(m, types.ModuleType)]
+    seen = {id(vars(module)) for module in modules}
+    waiting = [v for m in modules if vars(m).get("__file__") in files for v in vars(m).values()]
+    while waiting:
+        yield from waiting
+        seen.update(map(id, waiting))
+        referents = {id(each): each for each in gc.get_referents(*waiting) if gc.is_tracked(each)}
+        waiting = [each for key, each in referents.items() if key not in seen]
 
 
 def _lines(code: types.CodeType) -> set[int]:
