@@ -90,6 +90,20 @@ def test_emulated_roundings_are_those_of_the_step(dtype):
     assert {origin.dtype for origin in origins} == {jnp.dtype(dtype).name}
 
 
+def test_sums_that_round_after_each_term_are_emulated():
+    """The sum of 512 equal numbers in bfloat16 no longer grows when their last bit is too small."""
+
+    def step(state, batch):
+        terms = jnp.broadcast_to(batch["x"][0, 0].astype(jnp.bfloat16), 512)
+        total = jax.ops.segment_sum(terms, jnp.zeros(512, int), 1)
+        return state, {"loss": 0.0, "grads": {"w": total.astype(jnp.float32)}}
+
+    modes = (np.full(MAX_LINES, mode, np.int32) for mode in (ROUNDED, EXACT))
+    rounded, exact, plain, _ = gradients(step, *modes)
+    np.testing.assert_array_equal(rounded, plain)
+    assert abs(plain) < 0.8 * abs(exact)
+
+
 def test_loops_and_parts_of_devices_are_emulated():
     """A step whose update runs a while loop and a `shard_map` in bfloat16."""
     mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
