@@ -39,18 +39,8 @@ _BLOCKS = (3, 12) <= sys.version_info < (3, 12, 3)
 
 def complete_steps(directory: epath.Path) -> list[int]:
     """Returns the complete steps in a directory in ascending order."""
-    if not directory.is_dir():
-        return []
-    # Orbax renames a directory to its final name when it is complete. Object stores cannot rename,
-    # so there it writes a file at the end.
-    is_store = "://" in str(directory)
-    return sorted(
-        int(path.name)
-        for path in directory.iterdir()
-        if re.fullmatch(r"\d+", path.name)
-        and path.is_dir()
-        and (not is_store or (path / "commit_success.txt").exists())
-    )
+    rows = ocp.path.step.standard_name_format().find_all(directory)
+    return sorted(row.step for row in rows if row.path.is_dir())
 
 
 def _log_incomplete(directory: epath.Path) -> None:

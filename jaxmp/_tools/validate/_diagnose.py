@@ -76,10 +76,11 @@ class Evidence(NamedTuple):
         return min(min(record.loss_scales) for record in self.trained.records)
 
     def findings(self, *checks: str) -> list[Finding]:
-        """Returns the errors of some checks of the audit, the most operations first."""
-        errors = [each for audit in self.trained.audits for each in audit.errors]
-        errors = [each for each in errors if each.check in checks]
-        return sorted(errors, key=lambda each: -each.count)
+        """Returns the findings of some checks of the audit: errors, then warnings, by count."""
+        audits = self.trained.audits
+        findings = [each for audit in audits for each in (*audit.errors, *audit.warnings)]
+        findings = [each for each in findings if each.check in checks]
+        return sorted(findings, key=lambda each: (each.severity != "error", -each.count))
 
 
 Diagnosis = tuple[float, _rows.Cause] | None
@@ -340,7 +341,7 @@ _FIXES = {
     "clipping": "tx = recipe.optimizer(tx)  # with the same clipping for every recipe",
     "weight_decay": "tx = recipe.optimizer(tx)  # with the same weight decay for every recipe",
     "zero_gradient": f"{_STEP}  # a loss_fn without stop_gradient",
-    "state": "average = jnp.zeros(shape, jnp.float32)  # and return the new one with the state",
+    "state": "average = jaxmp.optim.fp32_copy(average)  # and return each new one with the state",
 }
 
 
