@@ -113,12 +113,10 @@ def _pairs(shape: _Shape, settings: AttentionSettings) -> np.ndarray:
     columns = np.arange(shape.key_blocks)[None, :] * shape.key_block
     last_row = np.minimum(rows + shape.query_block, shape.queries) - 1
     last_column = np.minimum(columns + shape.key_block, shape.keys) - 1
-    needed = np.ones((shape.query_blocks, shape.key_blocks), bool)
-    if settings.is_causal:
-        needed &= columns <= last_row
-    if settings.window is not None:
-        left, right = settings.window
-        needed &= (last_column >= rows - left) & (columns <= last_row + right)
+    # A window of a causal structure ends at the query.
+    whole = shape.queries, 0 if settings.is_causal else shape.keys
+    left, right = settings.window or whole
+    needed = (last_column >= rows - left) & (columns <= last_row + right)
     return np.argwhere(needed).astype(np.int32)
 
 

@@ -188,7 +188,7 @@ class Checkpointer:
         )
         stored = {leaf: _handler.to_stored(leaf, values[leaf.path]) for leaf in leaves}
         tested = finite_leaves(flat.description)
-        tests = _handler.start_tests({x.path: v for x, v in stored.items() if x.path in tested})
+        tests = {x.path: _handler.start_test(v) for x, v in stored.items() if x.path in tested}
         manifest = Manifest(
             step=step,
             recipe_toml=recipe.to_toml(),

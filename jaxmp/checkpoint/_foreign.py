@@ -6,7 +6,6 @@ import collections
 import dataclasses
 import re
 import sys
-from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -57,18 +56,10 @@ def find_checkpoint(directory: epath.Path, step: int | None) -> ForeignCheckpoin
         return own if step is None else None
     if not directory.is_dir():
         return None
-    locations = list(_below(directory))
-    if step is not None:
-        locations = [location for location in locations if location.step == step]
-    return max(locations, key=lambda location: location.step, default=None)
-
-
-def _below(directory: epath.Path) -> Iterator[ForeignCheckpoint]:
-    for path in directory.iterdir():
-        match = _STEP_NAME.fullmatch(path.name)
-        location = _at(path, int(match[1])) if match else None
-        if location is not None:
-            yield location
+    names = ((path, _STEP_NAME.fullmatch(path.name)) for path in directory.iterdir())
+    steps = ((path, int(match[1])) for path, match in names if match)
+    locations = (_at(path, number) for path, number in steps if step in (None, number))
+    return max(filter(None, locations), key=lambda location: location.step, default=None)
 
 
 def _at(path: epath.Path, step: int) -> ForeignCheckpoint | None:
@@ -100,15 +91,13 @@ class Stored:
 
     def read(self, targets: dict[_core.Path, jax.ShapeDtypeStruct]) -> dict[_core.Path, Any]:
         """Returns leaves by path, placed as `targets` are."""
-        return {path: self._placed(path, target) for path, target in targets.items()}
-
-    def _placed(self, path: _core.Path, target: jax.ShapeDtypeStruct) -> Any:
-        value = self.values["/".join(path)]
-        if target.sharding is None:
-            return value
-        return jax.make_array_from_callback(
-            value.shape, target.sharding, lambda index: value[index]
-        )
+        values: dict[_core.Path, Any] = {path: self.values["/".join(path)] for path in targets}
+        for path, target in targets.items():
+            if target.sharding is not None:
+                values[path] = jax.make_array_from_callback(
+                    target.shape, target.sharding, values[path].__getitem__
+                )
+        return values
 
 
 def read(location: ForeignCheckpoint, target: Description) -> list[Stored]:

@@ -159,7 +159,7 @@ class RoundedLines(_programs.Interpreter):
 
     def _rounded(
         self,
-        equation: _programs.Equation,
+        equation: Any,
         operands: list[Any],
         inside: _Inside,
         labels: Sequence[str],
