@@ -180,7 +180,7 @@ def compile_run(
 def global_norm(tree: _core.PyTree) -> _core.Array:
     """Returns the norm of all floating-point leaves of a tree, summed in FP32."""
     floats = [leaf.astype(jnp.float32) for leaf in jax.tree.leaves(tree) if _core.is_float(leaf)]
-    return jnp.asarray(optax.global_norm(floats), jnp.float32)
+    return jnp.asarray(optax.tree.norm(floats), jnp.float32)
 
 
 def hashes_of(run: _pure.PureRun) -> Hashes:
