@@ -1817,8 +1817,8 @@ MUTATIONS = [
     Mutation(
         "parameters alone are those of any copy",
         "jaxmp/checkpoint/_settle.py",
-        "fits & trained or fits or trained)",
-        "fits or trained)",
+        "fits & trained or fits or trained",
+        "fits or trained",
         ("test_checkpoint.py::test_parameters_are_restored_without_the_rest",),
     ),
     Mutation(

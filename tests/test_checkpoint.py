@@ -659,6 +659,62 @@ def test_runs_of_flax_and_orbax_go_on_under_a_recipe(write, tmp_path, capsys):
     assert restored.step == 6 and restored.step.dtype == jnp.int32
 
 
+def write_flax_bytes(directory, state):
+    (directory / "run.msgpack").write_bytes(flax.serialization.to_bytes(state))
+    return directory / "run.msgpack"
+
+
+def write_items(directory, **items):
+    with ocp.CheckpointManager(directory) as manager:
+        items = {name: ocp.args.StandardSave(item) for name, item in items.items()}
+        manager.save(5, args=ocp.args.Composite(**items))
+    return Checkpointer(directory)
+
+
+@pytest.mark.parametrize("write", [write_orbax_manager, write_flax_bytes])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_parameters_alone_of_another_program_are_restored(write, dtype, tmp_path):
+    state = flax_state()
+    checkpointer = Checkpointer(write(tmp_path, state))
+    like = jax.tree.map(lambda x: jnp.zeros(x.shape, dtype), state.params)
+    restored = checkpointer.restore(like, only="params")
+    assert same(restored, jax.tree.map(lambda x: x.astype(dtype), state.params))
+    moments = checkpointer.restore(like, only="params", params="opt_state/0/mu")
+    assert same(moments, jax.tree.map(jnp.zeros_like, like))
+    other = {**like, "head": jnp.zeros(2)}
+    with pytest.raises(CheckpointError, match=r"requires 'params/head' .*no such leaf"):
+        checkpointer.restore(other, only="params")
+
+
+def test_a_file_is_restored_and_not_written(tmp_path):
+    state = flax_state()
+    checkpointer = Checkpointer(write_flax_bytes(tmp_path, state))
+    restored = checkpointer.restore(make_state(seed=1), recipe=BF16_PARAMS, migrate=True)
+    assert same(jaxmp.get_master_params(restored), state.params)
+    with pytest.raises(CheckpointError, match=r"is a file\. Save into the directory"):
+        checkpointer.save(1, state, recipe="fp32")
+
+
+def test_the_items_of_a_checkpoint_are_one_state_or_contain_it(tmp_path):
+    state, average = flax_state(), flax_state(seed=2).params
+    like = make_state(seed=1)
+    restore = lambda checkpointer, like: checkpointer.restore(
+        like, recipe=BF16_PARAMS, migrate=True
+    )
+    checkpointer = write_items(tmp_path / "state", state=state, average=average)
+    assert same(jaxmp.get_master_params(restore(checkpointer, like)), state.params)
+    zeros = jax.tree.map(jnp.zeros_like, average)
+    with pytest.raises(CheckpointError, match=r"'average' and 'state/params' .* params='PATH'"):
+        checkpointer.restore(zeros, only="params")
+    assert same(checkpointer.restore(zeros, only="params", params="average"), average)
+
+    checkpointer = write_items(tmp_path / "parts", params=state.params, opt_state=state.opt_state)
+    with pytest.raises(CheckpointError, match="requires 'step'") as error:
+        restore(checkpointer, like)
+    parts = eval(re.search(r"such as (\{.*\})", str(error.value))[1], {"state": like})
+    assert same(jaxmp.get_master_params(restore(checkpointer, parts)["opt_state"]), state.params)
+
+
 @pytest.mark.parametrize("source", ["packed", "bf16_params", "bf16"])
 def test_states_of_jaxmp_that_orbax_wrote_are_migrated(source, tmp_path, capsys):
     state = make_state(source)

@@ -312,6 +312,23 @@ def test_a_loss_in_bfloat16():
     assert first_line(report, "narrow").startswith(expected)
 
 
+class Edges(nn.Module):
+    """Features of 4 nodes at 2,048 edges; the gradient of a node is a sum of 512 similar terms."""
+
+    @nn.compact
+    def __call__(self, x):
+        nodes = nn.Dense(8)(x).astype(x.dtype)
+        return nodes[jnp.arange(2048) % 4]
+
+
+def test_the_gradient_of_indexing_sums_in_bfloat16():
+    loss_fn = lambda model, x: jnp.square(model(x).astype(jnp.float32) - 3).mean()
+    report = run(Edges(), [BF16], loss_fn, (4, 8), optax.sgd(0.1))
+    cause = f"a sum or product in bfloat16 in (root) {line_of('nodes[jnp.arange')}, which alone"
+    assert f"bf16 FAILS: {cause} changes the gradient by" in first_line(report, "bf16")
+    assert "Accumulate the gradient in FP32" in report["bf16"].causes[0].fix
+
+
 class Waves(nn.Module):
     """Sine of angles up to 2,000, which bfloat16 rounds to multiples of 8."""
 

@@ -13,9 +13,11 @@ import jaxmp
 import validate_healthy
 import validate_sabotages
 from grids import EXPENSIVE
+from jaxmp._tools.validate import _diagnose
 from jaxmp._tools.validate._probe import Probe, find_patterns, gradient_row, make_probe
-from jaxmp._tools.validate._pure import as_pure
+from jaxmp._tools.validate._pure import as_pure, check_same_params
 from jaxmp._tools.validate._trials import EXACT, MAX_LINES, ROUNDED, RoundedLines
+from jaxmp.errors import ValidationError
 
 RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
 PAGE = (Path(__file__).parents[1] / "docs" / "measurements.md").read_text(encoding="utf-8")
@@ -88,6 +90,40 @@ def test_emulated_roundings_are_those_of_the_step(dtype):
     assert np.linalg.norm(result - plain) <= tolerance * np.linalg.norm(plain)
     assert origins[0].source == "'x' of the batch"
     assert {origin.dtype for origin in origins} == {jnp.dtype(dtype).name}
+
+
+def test_sums_that_round_after_each_term_are_emulated():
+    """The sum of 512 equal numbers in bfloat16 no longer grows when their last bit is too small."""
+
+    def step(state, batch):
+        terms = jnp.broadcast_to(batch["x"][0, 0].astype(jnp.bfloat16), 512)
+        total = jax.ops.segment_sum(terms, jnp.zeros(512, int), 1)
+        return state, {"loss": 0.0, "grads": {"w": total.astype(jnp.float32)}}
+
+    modes = (np.full(MAX_LINES, mode, np.int32) for mode in (ROUNDED, EXACT))
+    rounded, exact, plain, _ = gradients(step, *modes)
+    np.testing.assert_array_equal(rounded, plain)
+    assert abs(plain) < 0.8 * abs(exact)
+
+
+def test_integers_of_the_batch_are_fixed_at_their_cast():
+    """A rule that keeps inputs has no effect on them, because a policy casts no integers."""
+
+    def step(state, batch):
+        x = batch["x"].astype(jnp.int32).astype(jnp.bfloat16)
+        return state, {"loss": 0.0, "grads": {"w": x.astype(jnp.float32)}}
+
+    *_, (origin,) = gradients(step, np.full(MAX_LINES, ROUNDED, np.int32))
+    assert origin.source == "integers"
+    origin = origin._replace(source="the integer 'b/t' of the batch")
+    fix = "t = t.astype(jnp.float32)  # instead of the cast in loss (a.py:1)"
+    assert _diagnose._line_fix(origin, "loss", "loss (a.py:1)") == fix
+
+
+def test_parameters_that_only_one_recipe_has_are_named():
+    message = "for seed 0: only the reference has 'a:w'"
+    with pytest.raises(ValidationError, match=message):
+        check_same_params({"a:w": np.zeros(2)}, {"b": {"w": jnp.zeros(2)}}, "bf16", 0)
 
 
 def test_loops_and_parts_of_devices_are_emulated():

@@ -113,12 +113,10 @@ def _pairs(shape: _Shape, settings: AttentionSettings) -> np.ndarray:
     columns = np.arange(shape.key_blocks)[None, :] * shape.key_block
     last_row = np.minimum(rows + shape.query_block, shape.queries) - 1
     last_column = np.minimum(columns + shape.key_block, shape.keys) - 1
-    needed = np.ones((shape.query_blocks, shape.key_blocks), bool)
-    if settings.is_causal:
-        needed &= columns <= last_row
-    if settings.window is not None:
-        left, right = settings.window
-        needed &= (last_column >= rows - left) & (columns <= last_row + right)
+    # A window of a causal structure ends at the query.
+    whole = shape.queries, 0 if settings.is_causal else shape.keys
+    left, right = settings.window or whole
+    needed = (last_column >= rows - left) & (columns <= last_row + right)
     return np.argwhere(needed).astype(np.int32)
 
 
@@ -158,21 +156,15 @@ def _joined_logits(blocks: jax.Array, like: jax.Array) -> jax.Array:
 
 
 def _at(blocks: jax.Array, *index: jax.Array) -> jax.Array:
-    """Returns one block; a dimension with a single block is broadcast."""
-    for axis, i in enumerate(index):
-        blocks = (
-            lax.dynamic_index_in_dim(blocks, i, axis)
-            if blocks.shape[axis] > 1
-            else lax.slice_in_dim(blocks, 0, 1, axis=axis)
-        )
-    return blocks.reshape(blocks.shape[len(index) :])
+    """Returns one block; a dimension with a single block is broadcast, as indices are clamped."""
+    # The indices have one dtype; in 64-bit mode, the number 0 would be int64.
+    starts = (*index, *(np.int32(0),) * (blocks.ndim - len(index)))
+    sizes = blocks.shape[len(index) :]
+    return lax.dynamic_slice(blocks, starts, (*(1,) * len(index), *sizes)).reshape(sizes)
 
 
 def _put(blocks: jax.Array, block: jax.Array, *index: jax.Array) -> jax.Array:
-    # The indices have one dtype; in 64-bit mode, the number 0 would be int64.
-    zero = np.int32(0)
-    starts = [i if blocks.shape[axis] > 1 else zero for axis, i in enumerate(index)]
-    starts += [zero] * (blocks.ndim - len(index))
+    starts = (*index, *(np.int32(0),) * (blocks.ndim - len(index)))
     return lax.dynamic_update_slice(blocks, block.reshape((1,) * len(index) + block.shape), starts)
 
 

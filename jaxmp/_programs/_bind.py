@@ -125,20 +125,26 @@ def bind_in_fp32(equation: JaxprEqn, operands: list[Any]) -> list[Array]:
     """
     if _is_of_fp8_bytes(equation):
         return operands
-    changes: dict[str, Any] = {}
-    if runs_in_fp32(equation):
-        params = equation.params.items()
-        dtypes = {key: x for key, x in params if isinstance(x, np.dtype)}
-        changes = {key: _core.FLOAT32 for key, x in dtypes.items() if is_narrow_dtype(x)}
-        if "precision" in equation.params and any(is_narrow(v.aval) for v in equation.invars):
-            changes["precision"] = (lax.Precision.HIGHEST,) * 2
-        operands = list(map(wide, operands))
-    else:
-        pairs = zip(operands, equation.invars, strict=True)
-        operands = [
-            jnp.asarray(x, array_aval(v).dtype) if is_narrow(v.aval) else x for x, v in pairs
-        ]
-    out = bind(equation, operands, **changes)
+    if not runs_in_fp32(equation):
+        return bind_as_recorded(equation, operands)
+    params = equation.params.items()
+    dtypes = {key: x for key, x in params if isinstance(x, np.dtype)}
+    changes: dict[str, Any] = {
+        key: _core.FLOAT32 for key, x in dtypes.items() if is_narrow_dtype(x)
+    }
+    if "precision" in equation.params and any(is_narrow(v.aval) for v in equation.invars):
+        changes["precision"] = (lax.Precision.HIGHEST,) * 2
+    return _wide_results(equation, bind(equation, list(map(wide, operands)), **changes))
+
+
+def bind_as_recorded(equation: JaxprEqn, operands: list[Any]) -> list[Array]:
+    """Returns the results, in FP32, of an equation in the dtypes in which it was recorded."""
+    pairs = zip(operands, equation.invars, strict=True)
+    narrow = [jnp.asarray(x, array_aval(v).dtype) if is_narrow(v.aval) else x for x, v in pairs]
+    return _wide_results(equation, bind(equation, narrow))
+
+
+def _wide_results(equation: JaxprEqn, out: Any) -> list[Array]:
     return list(map(wide, out if equation.primitive.multiple_results else [out]))
 
 

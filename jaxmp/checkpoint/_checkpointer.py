@@ -74,12 +74,13 @@ class Checkpointer:
     reading requires no lock. A save that runs when the program ends is finished first.
 
     Args:
-      directory: directory of the run; each step has a subdirectory. It is created by `save`.
+      directory: directory of the run; each step has a subdirectory. It is created by `save`. Or a
+        file to restore that `flax.serialization.to_bytes` wrote.
       keep: number of steps to keep, those that were saved last; others are deleted after a newer
         one is complete. Steps that jaxmp did not write are kept. None: all.
 
     Raises:
-      CheckpointError: for an argument that is not allowed, or if `directory` is a file.
+      CheckpointError: for an argument that is not allowed.
 
     Example:
       >>> params = {"w": jnp.ones(3)}
@@ -107,13 +108,7 @@ class Checkpointer:
                 f"directory={directory!r} is not a path. Name the directory of a run, such as "
                 "Checkpointer('runs/first')."
             ) from None
-        path = path if path.is_absolute() else epath.Path(os.getcwd()) / path
-        if path.exists() and not path.is_dir():
-            raise CheckpointError(
-                f"{str(path)!r} is a file. Name the directory of a run, which has a subdirectory "
-                "for each step."
-            )
-        self._directory = path
+        self._directory = path if path.is_absolute() else epath.Path(os.getcwd()) / path
         self._keep = keep
         self._writer: _writer.Writer | None = None
 
@@ -192,7 +187,7 @@ class Checkpointer:
         )
         stored = {leaf: _handler.to_stored(leaf, values[leaf.path]) for leaf in leaves}
         tested = finite_leaves(flat.description)
-        tests = _handler.start_tests({x.path: v for x, v in stored.items() if x.path in tested})
+        tests = {x.path: _handler.start_test(v) for x, v in stored.items() if x.path in tested}
         manifest = Manifest(
             step=step,
             recipe_toml=recipe.to_toml(),
@@ -258,7 +253,7 @@ class Checkpointer:
           only: "params": `state_like` consists of the parameters alone, such as `state.params` or
             an NNX model. FP32 parameters are read from the masters, whatever the recipe of the
             checkpoint is; other dtypes are those of `state_like`. `params` is their path in the
-            checkpoint, which may also be that of an average.
+            checkpoint, which may also be that of an average. Another program may have written it.
 
         Returns:
           A state like `state_like`; the same objects for NNX.
@@ -279,7 +274,7 @@ class Checkpointer:
             check_made_with(flat.description, wanted, "state_like")
         step, directory = self._find(step)
         if not _manifest.has_manifest(directory):
-            return self._restore_foreign(flat, step, wanted, migrate, params)
+            return self._restore_foreign(flat, step, wanted, migrate, params, only)
         manifest = _manifest.read_manifest(directory)
         if verify:
             self._verify_files(directory, manifest)
@@ -420,6 +415,7 @@ class Checkpointer:
         wanted: _recipe.Recipe | None,
         migrate: Migrate,
         params: Declared,
+        only: str | None,
     ) -> PyTree:
         location = _foreign.find_checkpoint(self._directory, step)
         if location is None:
@@ -427,22 +423,37 @@ class Checkpointer:
                 f"{self._path(step) if step is not None else self._directory} is not a "
                 "checkpoint of jaxmp, orbax or Flax."
             )
-        if not migrate:
+        if not migrate and not only:
             raise CheckpointError(
                 f"{location.path} has no manifest, so jaxmp did not write it: its recipe and its "
                 "checksums are unknown. Check the plan of a migration: "
                 "restore(state, migrate=True)."
             )
-        target = flat.description if params is None else declare(flat.description, params)
-        stored = _foreign.read(location, target)
-        plan = plan_migration(stored.description, target, initial_scale(wanted))
-        _announce(
-            f"{location.path} was written by {location.writer}, without checksums; migration to "
-            f"the given state (master layout: {target.layout}):",
-            plan,
-            migrate,
-        )
+        target = flat.description
+        if only:
+            stored = _foreign.read(location, target)[0]
+            plan = plan_parameters(stored.description, target, params)
+        else:
+            target = target if params is None else declare(target, params)
+            stored, plan = _plan_foreign(location, target, initial_scale(wanted))
+            layout = f"the given state (master layout: {target.layout})"
+            _announce(f"{stored.origin}, without checksums; migration to {layout}:", plan, migrate)
         return flat.rebuild(_handler.make_leaves(plan, stored.description, flat, stored.read))
+
+
+def _plan_foreign(
+    location: _foreign.ForeignCheckpoint, target: Description, first_scale: dict[str, Any]
+) -> tuple[_foreign.Stored, Plan]:
+    """Plans the migration of the first state in a checkpoint from which `target` can be made."""
+    refusals = []
+    for stored in _foreign.read(location, target):
+        try:
+            return stored, plan_migration(stored.description, target, first_scale)
+        except CheckpointError as error:
+            refusals.append(str(error))
+    parts = ", ".join(f"{item.name!r}: state.{item.name}" for item in location.items)
+    hint = f" It has several items; restore those of a state by their names, such as {{{parts}}}."
+    raise CheckpointError(f"{refusals[0]}{hint if refusals[1:] else ''}")
 
 
 def _read_leaves(

@@ -1,4 +1,4 @@
-"""Checkpoints that plain orbax or `flax.training.checkpoints` wrote. Nothing is ever unpickled."""
+"""Checkpoints that plain orbax or Flax wrote. Nothing is ever unpickled."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import collections
 import dataclasses
 import re
 import sys
-from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -16,6 +15,7 @@ import orbax.checkpoint as ocp
 from etils import epath
 
 from jaxmp import _core
+from jaxmp._core import PyTree
 from jaxmp.checkpoint._description import (
     FOREIGN,
     Description,
@@ -39,13 +39,13 @@ class ForeignCheckpoint:
     """A checkpoint without a manifest.
 
     Attributes:
-      path: directory of an orbax checkpoint, or file of Flax.
-      writer: "orbax" or "Flax".
+      path: directory of a step or of an item of orbax, or file of Flax.
+      items: directories of the items of orbax; () for a file of Flax.
       step: its step, by its name; -1: none.
     """
 
     path: epath.Path
-    writer: str
+    items: tuple[epath.Path, ...]
     step: int
 
 
@@ -56,61 +56,56 @@ def find_checkpoint(directory: epath.Path, step: int | None) -> ForeignCheckpoin
         return own if step is None else None
     if not directory.is_dir():
         return None
-    locations = list(_below(directory))
-    if step is not None:
-        locations = [location for location in locations if location.step == step]
-    return max(locations, key=lambda location: location.step, default=None)
-
-
-def _below(directory: epath.Path) -> Iterator[ForeignCheckpoint]:
-    for path in directory.iterdir():
-        match = _STEP_NAME.fullmatch(path.name)
-        location = _at(path, int(match[1])) if match else None
-        if location is not None:
-            yield location
+    names = ((path, _STEP_NAME.fullmatch(path.name)) for path in directory.iterdir())
+    steps = ((path, int(match[1])) for path, match in names if match)
+    locations = (_at(path, number) for path, number in steps if step in (None, number))
+    return max(filter(None, locations), key=lambda location: location.step, default=None)
 
 
 def _at(path: epath.Path, step: int) -> ForeignCheckpoint | None:
     if not path.exists():
         return None
     if not path.is_dir():
-        return ForeignCheckpoint(path, "Flax", step)
+        return ForeignCheckpoint(path, (), step)
     if (path / _ORBAX_FILE).exists():
-        return ForeignCheckpoint(path, "orbax", step)
+        return ForeignCheckpoint(path, (path,), step)
     if step < 0 and not (path / _ORBAX_STEP_FILE).exists():
         return None
-    items = [item for item in path.iterdir() if (item / _ORBAX_FILE).exists()]
-    if len(items) > 1:
-        raise CheckpointError(
-            f"{path} contains {len(items)} items ({', '.join(item.name for item in items)}), and "
-            "it is unknown which of them is the state. Pass the directory of the item: "
-            f"Checkpointer({str(items[0])!r})."
-        )
-    return ForeignCheckpoint(items[0], "orbax", step) if items else None
+    items = tuple(sorted(item for item in path.iterdir() if (item / _ORBAX_FILE).exists()))
+    return ForeignCheckpoint(path, items, step) if items else None
 
 
 @dataclasses.dataclass(frozen=True)
 class Stored:
-    """Leaves of a checkpoint without a manifest."""
+    """Leaves of a checkpoint without a manifest.
 
+    Attributes:
+      origin: its path, and the program that wrote it.
+      description: description of the leaves.
+      values: the leaves by path.
+    """
+
+    origin: str
     description: Description
     values: dict[str, np.ndarray]
 
     def read(self, targets: dict[_core.Path, jax.ShapeDtypeStruct]) -> dict[_core.Path, Any]:
         """Returns leaves by path, placed as `targets` are."""
-        return {path: self._placed(path, target) for path, target in targets.items()}
-
-    def _placed(self, path: _core.Path, target: jax.ShapeDtypeStruct) -> Any:
-        value = self.values["/".join(path)]
-        if target.sharding is None:
-            return value
-        return jax.make_array_from_callback(
-            value.shape, target.sharding, lambda index: value[index]
-        )
+        values: dict[_core.Path, Any] = {path: self.values["/".join(path)] for path in targets}
+        for path, target in targets.items():
+            if target.sharding is not None:
+                values[path] = jax.make_array_from_callback(
+                    target.shape, target.sharding, values[path].__getitem__
+                )
+        return values
 
 
-def read(location: ForeignCheckpoint, target: Description) -> Stored:
+def read(location: ForeignCheckpoint, target: Description) -> list[Stored]:
     """Reads a checkpoint into memory and infers the roles of its leaves.
+
+    Returns:
+      The states that it may contain. Of several items these are all of them together, by their
+      names, such as `params` and `opt_state`, and each of them.
 
     Args:
       location: the checkpoint.
@@ -120,37 +115,43 @@ def read(location: ForeignCheckpoint, target: Description) -> Stored:
       CheckpointError: if it cannot be read.
     """
     try:
-        tree = _read_orbax(location) if location.writer == "orbax" else _read_flax(location)
+        if not location.items:
+            return [_stored(f"{location.path} was written by Flax", _read_flax(location), target)]
+        trees = {item: _read_orbax(item) for item in location.items}
     except (ValueError, KeyError, OSError, TypeError) as error:
         raise CheckpointError(f"{location.path} cannot be read: {error}") from error
+    if len(trees) > 1:
+        trees = {location.path: {item.name: tree for item, tree in trees.items()}, **trees}
+    return [_stored(f"{path} was written by orbax", tree, target) for path, tree in trees.items()]
+
+
+def _stored(origin: str, tree: PyTree, target: Description) -> Stored:
     values = {
         "/".join(names): np.asarray(value)
         for names, value in _core.leaves_with_path(tree)
         if isinstance(value, (np.ndarray, np.generic, jax.Array, bool, int, float, complex))
     }
     values = _with_our_scale(_without_boxes(values, target), target)
-    return Stored(_infer(values, target), values)
+    return Stored(origin, _infer(values, target), values)
 
 
-def _read_orbax(location: ForeignCheckpoint) -> Any:
+def _read_orbax(item: epath.Path) -> PyTree:
     handler = ocp.PyTreeCheckpointHandler()
-    tree = handler.metadata(location.path).tree
+    tree = handler.metadata(item).tree
     # Orbax reads texts, which have no shape, only as texts.
     array, text = ocp.RestoreArgs(restore_type=np.ndarray), ocp.RestoreArgs()
     restore_args = jax.tree.map(lambda leaf: array if hasattr(leaf, "shape") else text, tree)
     with ocp.Checkpointer(handler) as checkpointer:
-        return checkpointer.restore(
-            location.path, args=ocp.args.PyTreeRestore(restore_args=restore_args)
-        )
+        return checkpointer.restore(item, args=ocp.args.PyTreeRestore(restore_args=restore_args))
 
 
-def _read_flax(location: ForeignCheckpoint) -> Any:
+def _read_flax(location: ForeignCheckpoint) -> PyTree:
     serialization = sys.modules.get("flax.serialization")
     if serialization is None:
-        raise _core.missing_dependency("flax", "checkpoints of flax.training.checkpoints", "flax")
+        raise _core.missing_dependency("flax", "checkpoints of Flax", "flax")
     tree = serialization.msgpack_restore(location.path.read_bytes())
     if not isinstance(tree, dict):
-        raise CheckpointError(f"{location.path} is not a checkpoint of flax.training.checkpoints.")
+        raise CheckpointError(f"{location.path} is not a checkpoint of Flax.")
     return tree
 
 

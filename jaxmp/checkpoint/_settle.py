@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from jaxmp.checkpoint import _description
 from jaxmp.errors import CheckpointError
-from jaxmp.optim._roles import FP8
+from jaxmp.optim._roles import FP8, OPTIMIZER_FIELDS
 
 # Path of the parameters; or path of each optimizer -> path of its parameters; None: not declared.
 Declared = str | Mapping[str, str] | None
@@ -97,8 +97,11 @@ def place_parameters(
     first = f"/{names[0]}"
     paths = [f"/{path}" for path in stored if f"/{path}".endswith(first)]
     roots = {path.removesuffix(first).lstrip("/") for path in paths}
+    # Moments of an optimizer that is not of jaxmp have the names of the parameters, too.
+    roots = {root for root in roots if OPTIMIZER_FIELDS.isdisjoint(root.split("/"))} or roots
     fits = {root for root in roots if all(_below(root, name) in stored for name in names)}
-    chosen = sorted({params} if isinstance(params, str) else fits & trained or fits or trained)
+    best = fits & trained or fits or trained or roots or {""}
+    chosen = sorted({params} if isinstance(params, str) else best)
     if len(chosen) != 1:
         raise CheckpointError(
             f"The leaves at {_listed(chosen)} of the checkpoint have names such as {names[0]!r}. "

@@ -39,18 +39,8 @@ _BLOCKS = (3, 12) <= sys.version_info < (3, 12, 3)
 
 def complete_steps(directory: epath.Path) -> list[int]:
     """Returns the complete steps in a directory in ascending order."""
-    if not directory.exists():
-        return []
-    # Orbax renames a directory to its final name when it is complete. Object stores cannot rename,
-    # so there it writes a file at the end.
-    is_store = "://" in str(directory)
-    return sorted(
-        int(path.name)
-        for path in directory.iterdir()
-        if re.fullmatch(r"\d+", path.name)
-        and path.is_dir()
-        and (not is_store or (path / "commit_success.txt").exists())
-    )
+    rows = ocp.path.step.standard_name_format().find_all(directory)
+    return sorted(row.step for row in rows if row.path.is_dir())
 
 
 def _log_incomplete(directory: epath.Path) -> None:
@@ -209,16 +199,21 @@ def _finish(reference: weakref.ref[Writer], process: int) -> None:
             )
 
 
-def check_directory(directory: object) -> None:
-    """Refuses to write below a name that orbax reads as a pattern, such as `lr=[0.1]`.
+def check_directory(directory: epath.Path) -> None:
+    """Refuses to write into a file, and below a name that orbax reads as a pattern: `lr=[0.1]`.
 
     Orbax collects the files of a step with glob. In a directory with such a name it finds none, or
     those of another directory, and reports success.
 
     Raises:
-      CheckpointError: if the path contains `*`, `?` or `[`.
+      CheckpointError: if it is a file, or its path contains `*`, `?` or `[`.
     """
     name = str(directory)
+    if directory.exists() and not directory.is_dir():
+        raise CheckpointError(
+            f"{name!r} is a file. Save into the directory of a run, which has a subdirectory for "
+            "each step."
+        )
     plain = re.sub(r"[*?\[\]]", "_", name)
     if plain != name.replace("]", "_"):
         raise CheckpointError(

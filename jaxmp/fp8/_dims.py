@@ -83,14 +83,11 @@ class Dims(NamedTuple):
         """
         if factor.ndim == 0:
             return factor
-        order = (*self.batch[side], *self.free(side), *self.contract[side])
-        uncontracted = len(self.batch[side]) + len(self.free(side))
-        sizes = jnp.transpose(factor, order)
-        sizes = sizes.reshape(sizes.shape[:uncontracted])
-        batch = sizes.shape[: len(self.batch[side])]
-        free = sizes.shape[len(self.batch[side]) :]
-        other = (1,) * len(self.free(1 - side))
-        return sizes.reshape(batch + (other + free if side else free + other))
+        axes = self.batch[side], self.free(side), self.contract[side]
+        batch, free, _ = ([factor.shape[axis] for axis in each] for each in axes)
+        other = [1] * len(self.free(1 - side))
+        moved = jnp.transpose(factor, sum(axes, ()))
+        return moved.reshape([*batch, *other, *free] if side else [*batch, *free, *other])
 
 
 def make_dims(lhs: jax.Array, rhs: jax.Array, dimension_numbers: lax.DotDimensionNumbers) -> Dims:

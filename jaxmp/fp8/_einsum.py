@@ -6,8 +6,10 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
+from opt_einsum.parser import parse_einsum_input
 
 from jaxmp._core import DTypeLike
 from jaxmp.errors import JaxmpError
@@ -15,10 +17,6 @@ from jaxmp.fp8._dims import before_transpose
 from jaxmp.fp8._dot_general import dot_general
 from jaxmp.fp8._operands import as_floats
 from jaxmp.fp8._scaling import ScalingLike
-
-# Labels of the axes that an ellipsis covers; the last label is the last axis. They are characters
-# for private use, because the labels of an equation are letters.
-_ELLIPSIS = [chr(code) for code in range(0xE000, 0xE000 + 64)]
 
 
 def einsum(scaling: ScalingLike = None) -> Callable[..., jax.Array]:
@@ -93,25 +91,17 @@ def plan_einsum(equation: str, x_ndim: int, kernel_ndim: int) -> EinsumDot:
     Raises:
       JaxmpError: if a single dot of the two operands cannot compute the equation.
     """
-    inputs, arrow, output = equation.replace(" ", "").partition("->")
-    terms = inputs.split(",")
-    if len(terms) != 2:
-        raise _refused(equation, f"it has {len(terms)} operands")
-    x, kernel = (
-        _labels(equation, term, ndim)
-        for term, ndim in zip(terms, (x_ndim, kernel_ndim), strict=True)
-    )
-    if not arrow:
-        once = sorted({label for label in x + kernel if (x + kernel).count(label) == 1})
-        shared = [label for label in x if label in kernel and label in _ELLIPSIS]
-        dots = [label for label in once if label in _ELLIPSIS]
-        result = sorted(shared + dots) + [label for label in once if label not in _ELLIPSIS]
-    else:
-        most = max((sum(label in _ELLIPSIS for label in term) for term in (x, kernel)), default=0)
-        result = _labels(equation, output, len(output.replace("...", "")) + most)
-    unknown = [label for label in result if label not in x + kernel]
-    if unknown or len(set(result)) < len(result):
-        raise _refused(equation, "its result has a label twice, or one that no operand has")
+    ranks = (x_ndim, kernel_ndim)
+    try:
+        inputs, result, _ = parse_einsum_input((equation, *(np.empty((1,) * n) for n in ranks)))
+    except ValueError as error:
+        raise _refused(equation, str(error).rstrip(".")) from None
+    x, kernel = inputs.split(",")
+    for term, ndim in ((x, x_ndim), (kernel, kernel_ndim)):
+        if len(term) != ndim or (term and not term.isalpha()):
+            raise _refused(equation, f"{term!r} does not name the axes of an array of rank {ndim}")
+        if len(set(term)) < ndim:
+            raise _refused(equation, f"{term!r} has a label twice")
     for term, other in ((x, kernel), (kernel, x)):
         if any(label not in other and label not in result for label in term):
             raise _refused(equation, "an operand alone is summed over; sum before the product")
@@ -125,18 +115,6 @@ def plan_einsum(equation: str, x_ndim: int, kernel_ndim: int) -> EinsumDot:
     used = {*batch, *contract}
     made = batch + [label for label in x + kernel if label not in used]
     return EinsumDot(numbers, tuple(made.index(label) for label in result))
-
-
-def _labels(equation: str, term: str, ndim: int) -> list[str]:
-    before, dots, after = term.partition("...")
-    letters = before + after
-    count = ndim - len(letters)
-    if count < 0 or (count and not dots) or (letters and not letters.isalpha()):
-        raise _refused(equation, f"{term!r} does not name the axes of an array of rank {ndim}")
-    labels = [*before, *_ELLIPSIS[len(_ELLIPSIS) - count :], *after] if dots else [*before]
-    if len(set(labels)) < len(labels):
-        raise _refused(equation, f"{term!r} has a label twice")
-    return labels
 
 
 def _refused(equation: object, problem: str) -> JaxmpError:

@@ -31,6 +31,8 @@ COLLECTIONS = {
     _core.PARAMS: PARAMETER,
     "batch_stats": STATISTICS,
 }
+# Fields of Flax's train states and NNX optimizers, and of the states of users.
+OPTIMIZER_FIELDS = frozenset({"opt_state", "optimizer_state"})
 
 
 class StateLeaf(NamedTuple):
@@ -75,8 +77,7 @@ def _leaves(above: StateLeaf) -> Iterator[StateLeaf]:
 def _child(above: StateLeaf, keys: KeyPath, child: Any) -> StateLeaf:
     name = "/".join(_core.path_names(keys))
     is_owner = _is_optimizer_state(child) or is_loss_scale(child)
-    # Flax's train states and NNX optimizers, and the states of users.
-    is_field = isinstance(keys[0], jtu.GetAttrKey) and name in ("opt_state", "optimizer_state")
+    is_field = isinstance(keys[0], jtu.GetAttrKey) and name in OPTIMIZER_FIELDS
     in_optimizer = above.in_optimizer or is_field or _is_optimizer_state(child)
     role = above.role
     if role in (OTHER, PARAMETER):

@@ -76,10 +76,11 @@ class Evidence(NamedTuple):
         return min(min(record.loss_scales) for record in self.trained.records)
 
     def findings(self, *checks: str) -> list[Finding]:
-        """Returns the errors of some checks of the audit, the most operations first."""
-        errors = [each for audit in self.trained.audits for each in audit.errors]
-        errors = [each for each in errors if each.check in checks]
-        return sorted(errors, key=lambda each: -each.count)
+        """Returns the findings of some checks of the audit: errors, then warnings, by count."""
+        audits = self.trained.audits
+        findings = [each for audit in audits for each in (*audit.errors, *audit.warnings)]
+        findings = [each for each in findings if each.check in checks]
+        return sorted(findings, key=lambda each: (each.severity != "error", -each.count))
 
 
 Diagnosis = tuple[float, _rows.Cause] | None
@@ -98,8 +99,11 @@ def diagnose(trained: Trained, gradient_budget: float) -> tuple[_rows.Cause, ...
         # A step that cannot be emulated does not invalidate the verdict.
         note = f"The step was not repeated in FP32: {type(error).__name__}: {str(error)[:200]}"
         evidence = evidence._replace(note=note)
-    diagnoses = [each(evidence) for each in (_underflow, _masters, _lines, _overflow, _skipped)]
-    supported = list(filter(None, [*diagnoses, *_patterns(evidence)]))
+    # Lines whose gradients underflow, and modules whose gradients become zero, are effects of it.
+    first = _underflow(evidence)
+    diagnoses = [each(evidence) for each in (_masters, _overflow, _skipped)]
+    diagnoses += [first or _lines(evidence), *_patterns(evidence, is_underflow=first is not None)]
+    supported = list(filter(None, diagnoses))
     supported.sort(key=lambda diagnosis: -diagnosis[0])
     causes = tuple({cause.id: cause for _, cause in reversed(supported)}.values())[::-1]
     return causes if causes or not rows else (_located(evidence),)
@@ -285,8 +289,11 @@ def _line_fix(origin: _trials.LineOrigin, module: str, where: str) -> str:
     """Returns code that computes a line in FP32."""
     if origin.dtype.startswith("float8"):
         return f'jaxmp.Rule({module!r}, "o=f32,matmul=default", why="its values do not fit FP8")'
-    if origin.source.endswith("of the batch"):
-        name = origin.source.split("'")[1].rpartition("/")[2]
+    if origin.source.endswith("' of the batch"):
+        kind, name, _ = origin.source.split("'")
+        name = name.rpartition("/")[2]
+        if kind:  # a policy casts no integers
+            return f"{name} = {name}.astype(jnp.float32)  # instead of the cast in {where}"
         return f"jaxmp.Rule('', keep_inputs=[{name!r}])  # or without the cast in {where}"
     return f"x = x.astype(jnp.float32)  # before {where}"
 
@@ -296,12 +303,14 @@ def _line_fix(origin: _trials.LineOrigin, module: str, where: str) -> str:
 # ---------------------------------------------------------------------------
 
 
-def _patterns(evidence: Evidence) -> list[Diagnosis]:
+def _patterns(evidence: Evidence, *, is_underflow: bool) -> list[Diagnosis]:
     """Returns the forms of differences: those of states, and others at their first step.
 
-    At later steps, the candidate's optimizer has a state of its own.
+    At later steps, the candidate's optimizer has a state of its own. Gradients that underflow are
+    zero.
     """
     patterns = evidence.result.patterns
+    patterns = [each for each in patterns if not (is_underflow and each.id == "zero_gradient")]
     first = min((each.step for each in patterns if each.id != "state"), default=0)
     return [
         (
@@ -332,7 +341,7 @@ _FIXES = {
     "clipping": "tx = recipe.optimizer(tx)  # with the same clipping for every recipe",
     "weight_decay": "tx = recipe.optimizer(tx)  # with the same weight decay for every recipe",
     "zero_gradient": f"{_STEP}  # a loss_fn without stop_gradient",
-    "state": "average = jnp.zeros(shape, jnp.float32)  # and return the new one with the state",
+    "state": "average = jaxmp.optim.fp32_copy(average)  # and return each new one with the state",
 }
 
 

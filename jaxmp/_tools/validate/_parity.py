@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import export
+from scipy import special
 
 from jaxmp import _core, _programs
 from jaxmp._core import JSONValue
@@ -74,7 +75,7 @@ def rows_of(train: np.ndarray, serve: np.ndarray, kind: str) -> list[ParityRow]:
     """
     x, y = (np.asarray(each, np.float64) for each in (train, serve))
     if kind == LOGITS:
-        x, y = _log_softmax(x), _log_softmax(y)
+        x, y = (special.log_softmax(each, axis=-1) for each in (x, y))
     axis = x.ndim - 1 - (kind == LOGITS)
     length = x.shape[axis] if axis > 0 or (axis == 0 and kind != OUTPUTS) else 0
     parts = [("all", x, y)]
@@ -109,11 +110,6 @@ def _row(label: str, x: np.ndarray, y: np.ndarray, kind: str) -> ParityRow:
         kl=max(mean(estimate), 0.0) if is_log else 0.0,
         largest=float(ratio[np.argmax(distance)]) if ratio.size else 1.0,
     )
-
-
-def _log_softmax(x: np.ndarray) -> np.ndarray:
-    top = np.max(x, axis=-1, keepdims=True)
-    return x - top - np.log(np.sum(np.exp(x - top), axis=-1, keepdims=True))
 
 
 # ---------------------------------------------------------------------------

@@ -352,11 +352,11 @@ def check_same_params(
     """
     leaves = _core.leaves_with_path(params)
     actual = {_core.parameter_path(path): leaf for path, leaf in leaves}
-    if actual.keys() != reference.keys():
+    for path in sorted(actual.keys() ^ reference.keys()):
         raise ValidationError(
-            f"{name!r} has other parameters than the reference for seed {seed}: "
-            f"{len(actual)} leaves instead of {len(reference)}. make_run has to return the same "
-            "model for every recipe."
+            f"{name!r} has other parameters than the reference for seed {seed}: only "
+            f"{name if path in actual else 'the reference'} has {path!r}. make_run has to return "
+            "the same model for every recipe."
         )
     for path, leaf in actual.items():
         cast = np.asarray(jnp.asarray(reference[path], leaf.dtype))

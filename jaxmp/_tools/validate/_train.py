@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 
 from jaxmp import _core
 from jaxmp._policies import _recipe
@@ -178,9 +179,8 @@ def compile_run(
 
 def global_norm(tree: _core.PyTree) -> _core.Array:
     """Returns the norm of all floating-point leaves of a tree, summed in FP32."""
-    leaves = [leaf for leaf in jax.tree.leaves(tree) if _core.is_float(leaf)]
-    squares = [jnp.sum(jnp.square(leaf.astype(jnp.float32))) for leaf in leaves]
-    return jnp.sqrt(jnp.sum(jnp.stack(squares))) if squares else jnp.float32(0)
+    floats = [leaf.astype(jnp.float32) for leaf in jax.tree.leaves(tree) if _core.is_float(leaf)]
+    return jnp.asarray(optax.tree.norm(floats), jnp.float32)
 
 
 def hashes_of(run: _pure.PureRun) -> Hashes:

@@ -25,6 +25,7 @@ from jax.extend.core import JaxprEqn
 
 from jaxmp import _core, _programs
 from jaxmp._core import Array, PyTree, _compat
+from jaxmp._tools.audit._check_ops import REDUCTIONS
 from jaxmp._tools.validate._probe import Probe, gradient_row, make_probe, module_rows
 from jaxmp._tools.validate._pure import PureRun, StepResult
 from jaxmp._tools.validate._rows import GradientRow, ModuleRow
@@ -43,7 +44,8 @@ class LineOrigin(NamedTuple):
       location: file and line, such as "model.py:12"; "" if it is not known.
       names: name scopes of its first operation.
       dtype: name of the 16-bit format.
-      source: what it converts to 16 bits, a leaf of the batch or "integers"; "" otherwise.
+      source: what it converts to 16 bits: "'x' of the batch", "the integer 'x' of the batch" or
+        "integers"; "" otherwise.
     """
 
     location: str
@@ -147,7 +149,7 @@ class RoundedLines(_programs.Interpreter):
             is_branch = _programs.form_of(equation) is _programs.Form.BRANCH
             inside = inside._replace(labels=tuple(labels[is_branch:]))
             return self.enter(equation, operands, frame, inside)
-        return self._rounded(equation, _programs.bind_in_fp32(equation, operands), inside, labels)
+        return self._rounded(equation, operands, inside, labels)
 
     def bound(self, equation: JaxprEqn, operands: list[Any]) -> list[Any]:
         """Runs an equation in the dtypes of the step."""
@@ -156,10 +158,17 @@ class RoundedLines(_programs.Interpreter):
     # -- roundings --------------------------------------------------------------------------
 
     def _rounded(
-        self, equation: _programs.Equation, outs: list[Any], inside: _Inside, labels: Sequence[str]
+        self,
+        equation: Any,
+        operands: list[Any],
+        inside: _Inside,
+        labels: Sequence[str],
     ) -> list[Any]:
-        """Rounds the results of an operation that computes, and registers its line."""
-        name = equation.primitive.name
+        """Rounds the results of an operation that computes, and registers its line.
+
+        A sum that rounds after each term is also run in its own dtype.
+        """
+        name, outs = equation.primitive.name, _programs.bind_in_fp32(equation, operands)
         dtypes = [
             var.aval.dtype if _programs.is_narrow(var.aval) else None for var in equation.outvars
         ]
@@ -168,15 +177,20 @@ class RoundedLines(_programs.Interpreter):
         source = ""
         if name == "convert_element_type":
             is_integer = jnp.issubdtype(equation.invars[0].aval.dtype, jnp.integer)
-            source = labels[0] or ("integers" if is_integer else "")
+            integers = f"the integer {labels[0]}" if labels[0] else "integers"
+            source = integers if is_integer else labels[0]
         elif name == "iota":
             source = "integers"
         number = self._number(inside, str(next(filter(None, dtypes))), source)
         mode = self._modes[min(number, MAX_LINES - 1)]
-        return [
+        rounded = [
             x if dtype is None else _as_format(x, dtype, mode)
             for x, dtype in zip(outs, dtypes, strict=True)
         ]
+        if name not in REDUCTIONS:
+            return rounded
+        own = _programs.bind_as_recorded(equation, operands)
+        return [jnp.where(mode == ROUNDED, *pair) for pair in zip(own, rounded, strict=True)]
 
     def _number(self, inside: _Inside, dtype: str, source: str) -> int:
         """Returns the number of the line of an operation, and registers a new one."""
