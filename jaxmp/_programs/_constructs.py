@@ -179,6 +179,13 @@ class Cond(NamedTuple):
     branches: tuple[Any, ...]
     platforms: tuple[tuple[str, ...] | None, ...] | None
 
+    def taken_on(self, device: str) -> list[bool]:
+        """Returns for each branch whether a type of device, such as "gpu", may take it."""
+        if self.platforms is None:
+            return [True] * len(self.branches)
+        is_named = [device in map(_compat.platform_of, names or ()) for names in self.platforms]
+        return is_named if any(is_named) else [names is None for names in self.platforms]
+
     def run(self, index: Any, functions: Sequence[Callable[..., Any]], args: Sequence[Any]) -> Any:
         """Returns the results of one of other functions, which replace the branches."""
         if self.platforms is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections import defaultdict
 from collections.abc import Iterable
 from types import CodeType
@@ -226,12 +227,16 @@ class Auditor:
         equation, form = op.equation, _programs.form_of(op.equation)
         self.flow.step(op, is_call=True)
         inside = _programs.inners(equation)
-        largest = self._largest(inside) if form is _programs.Form.BRANCH else None
+        rows, largest = zip(inside, self.known.inside(equation), strict=True), None
+        if form is _programs.Form.BRANCH:
+            taken = _programs.cond_of(equation).taken_on(self.context.target)
+            rows = itertools.compress(rows, taken)
+            largest = self._largest([*itertools.compress(inside, taken)])
         if form is _programs.Form.WHILE:
             loop = f"the while loop at {op.where} has an unknown number of iterations"
             self.notes[f"{loop}; one is counted"] = None
         scope = self.known
-        for inner, inner_scope in zip(inside, scope.inside(equation), strict=True):
+        for inner, inner_scope in rows:
             times = op.times * inner.times * (largest is None or inner is largest)
             self.flow.enter(inner)
             self.run(inner_scope, times, op)

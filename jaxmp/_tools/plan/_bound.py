@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxmp import _core, _programs
+from jaxmp import _core
 from jaxmp._core import Target
 from jaxmp._tools.audit import _hlo_collectives, _hlo_matmuls
 from jaxmp._tools.audit._compile import Compiled
@@ -187,7 +187,7 @@ def _width(matmul: Step, flops: int) -> int:
 
 def _attention_rate(row: Any, chip: Target) -> float:
     shares, length = shares_of(chip), max(row.shape[1:3])  # larger than the number of heads
-    share = shares["attention_backward" if row.phase == _programs.BACKWARD else "attention_forward"]
+    share = shares["attention_backward" if row.phase == "backward" else "attention_forward"]
     share *= 1 if row.shape[-1] > 64 else shares["small_head"]
     return _peak(row.dtype, chip) * share * min(1, length / 8192) ** shares["growth"]
 
