@@ -327,8 +327,10 @@ def _counterpart(
     code: types.CodeType, old: list[types.CodeType], new: list[types.CodeType]
 ) -> types.CodeType | None:
     """Returns the code object in an edited file; None if the file is not that of the function."""
-    key = lambda c: (c.co_qualname, c.co_firstlineno, c.co_freevars, c.co_varnames[: c.co_argcount])
-    olds, news = ([c for c in codes if key(c) == key(code)] for codes in (old, new))
+    key = lambda c: (c.co_qualname, c.co_freevars, c.co_varnames[: c.co_argcount])
+    # The first line alone tells most of a large file apart.
+    is_own = lambda c: c.co_firstlineno == code.co_firstlineno and key(c) == key(code)
+    olds, news = (list(filter(is_own, codes)) for codes in (old, new))
     places = [list(c.co_positions()) for c in olds]
     own = list(code.co_positions())
     is_same = own in places and len(olds) == len(news)
