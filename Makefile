@@ -4,8 +4,7 @@
 #   make test                 the fast tests; make test-slow the slow ones
 #   make test-expensive       those that repeat a behaviour of a fast test in other combinations, and
 #                             slow ones that need XLA's GPU compiler: EXTRA=aot, Python >= 3.12
-#   make test-thorough        make test and make test-expensive in one run, which compiles less
-#   make test-versions        of its tests, those that depend on the versions of JAX and Flax
+#   make test-versions        of the first two, those that depend on the versions of JAX and Flax
 #   make test-all             all, with the rest of each grid of which the others run a subset
 #   make test VENV=.venv-old PYTHON=python3.11 JAX=0.10.2     another leg
 #   make test-lowest VENV=.venv-lowest    a short training with the lowest versions of all packages
@@ -40,7 +39,7 @@ SPACE  := $(subst ,, )
 # compiled forms are kept, and those of the tests, in which pytest has rewritten the assertions.
 export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: env demo test test-expensive test-thorough test-versions test-slow test-all test-lowest bench docs links lint format clean
+.PHONY: env demo test test-versions test-expensive test-slow test-all test-lowest bench docs links lint format clean
 .DELETE_ON_ERROR:
 
 demo: $(STAMP)/examples
@@ -54,9 +53,6 @@ test: $(STAMP)/dev
 
 test-expensive: $(STAMP)/dev
 	$(PYTEST) --durations=30 -m "(expensive and not slow) or (gpu_compiler and slow and not exhaustive)" $(ARGS)
-
-test-thorough: $(STAMP)/dev
-	$(PYTEST) --durations=30 -m "not slow or (gpu_compiler and not exhaustive)" $(ARGS)
 
 test-versions: $(STAMP)/dev
 	$(PYTEST) -m "versions and not slow" $(ARGS)

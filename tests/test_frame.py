@@ -499,7 +499,7 @@ OLD_PYTHON = '#!/bin/sh\ncase "$2" in *"(3, 12)"*) exit 1;; esac\n'
 NEW_PYTHON = "#!/bin/sh\n"
 BROKEN_PYTHON = "#!/bin/sh\nexit 127\n"
 MAKE = '#!/bin/sh\necho "MAKE $*"\n'
-FAILING_MAKE = '#!/bin/sh\necho "MAKE $*"\n[ "$1" != test-thorough ] && [ "$1" != test-versions ]\n'
+FAILING_MAKE = '#!/bin/sh\necho "MAKE $*"\n[ "$1" != test ] && [ "$1" != test-versions ]\n'
 
 
 def ci(tmp_path: Path, **stubs: str) -> tuple[int, str]:
@@ -531,13 +531,14 @@ def test_ci_runs_both_legs_and_the_slow_tests_and_lint_once(tmp_path):
     stubs = {"python3": OLD_PYTHON, "python3.12": BROKEN_PYTHON, "python3.13": NEW_PYTHON}
     code, output = ci(tmp_path, make=MAKE, **stubs)
     oldest = re.search(r'"jax>=([\d.]+)"', str(project()["dependencies"]).replace("'", '"'))[1]
-    first, slow, lowest, env, second, site, lint = made(output)
+    first, slow, lowest, env, second, expensive, site, lint = made(output)
     assert code == 0
     assert re.fullmatch(rf"test-versions VENV=\S+ PYTHON=python3 JAX={re.escape(oldest)}", first)
-    assert re.fullmatch(r"test-thorough VENV=\S+ PYTHON=python3\.13 JAX=latest EXTRA=aot", second)
-    assert env == second.replace("test-thorough", "env", 1)
+    assert re.fullmatch(r"test VENV=\S+ PYTHON=python3\.13 JAX=latest EXTRA=aot", second)
+    assert env == second.replace("test", "env", 1)
     assert slow == first.replace("test-versions", "test-slow", 1)
-    assert site == second.replace("test-thorough", "docs", 1)
+    assert expensive == second.replace("test", "test-expensive", 1)
+    assert site == second.replace("test", "docs", 1)
     assert re.fullmatch(r"test-lowest VENV=\S+ PYTHON=python3", lowest)
     assert lint == first.replace("test-versions", "lint", 1)
     assert "SKIPPED" not in output
@@ -548,7 +549,7 @@ def test_ci_without_a_newer_python_runs_all_tests_on_the_oldest_jax(tmp_path):
     assert code == 0
     assert re.search(r"^SKIPPED Python >= 3\.12", output, re.MULTILINE)
     commands = [line.split()[0] for line in made(output)]
-    assert commands == ["test-thorough", "test-slow", "test-lowest", "lint"]
+    assert commands == ["test", "test-expensive", "test-slow", "test-lowest", "lint"]
 
 
 def test_ci_finds_a_newer_python_among_those_of_pyenv(tmp_path):
@@ -574,7 +575,7 @@ def test_ci_fails_when_a_leg_fails_and_still_runs_the_rest(tmp_path):
     commands = [line.split()[0] for line in made(output)]
     older, newer = commands[:3], commands[3:]
     assert older == ["test-versions", "test-slow", "test-lowest"]
-    assert newer == ["env", "test-thorough", "docs", "lint"]
+    assert newer == ["env", "test", "test-expensive", "docs", "lint"]
 
 
 NO_EXTRA_MAKE = '#!/bin/sh\necho "MAKE $*"\n[ "$1" != env ]\n'
@@ -584,7 +585,7 @@ def test_ci_says_so_where_the_gpu_compiler_cannot_be_installed(tmp_path):
     code, output = ci(tmp_path, make=NO_EXTRA_MAKE, python3=NEW_PYTHON)
     assert code == 0
     assert re.search(r"^SKIPPED tests that need the extra aot", output, re.MULTILINE)
-    assert made(output)[4].endswith("JAX=latest")
+    assert [line.partition("JAX=")[2] for line in made(output)[4:6]] == ["latest", "latest"]
 
 
 # ---------------------------------------------------------------------------
