@@ -412,4 +412,5 @@ def test_the_function_of_an_audit_receives_the_recipe(command, folder):
 def test_a_file_is_not_a_checkpoint(command, folder):
     for action in ("show", "verify"):
         code, _, error = command("checkpoint", action, "my_model.py")
-        assert code == 2 and "my_model.py' is a file. Name the directory of a run" in error
+        assert code == 2 and "my_model.py has no manifest" in error
+        assert "Name the directory of a run." in error

@@ -346,8 +346,9 @@ class Checkpointer:
         if not _manifest.has_manifest(directory):
             folder = self._directory if step is None else directory.parent
             raise CheckpointError(
-                f"{folder} has no manifest, so jaxmp did not write it. Restore it with "
-                "restore(state, migrate=True), and save it again."
+                f"{folder} has no manifest, so jaxmp did not write it. Name the directory of a "
+                "run. A checkpoint of another program is restored with restore(state, "
+                "migrate=True); then, save it again."
             )
         return directory, _manifest.read_manifest(directory)
 
