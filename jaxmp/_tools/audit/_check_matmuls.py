@@ -132,7 +132,9 @@ def _fix_promotion(op: OpOccurrence, upcast: Atom, others: list[Atom], source: s
     literals = [var for var in others if _programs.is_literal(var)]
     index = next(n for n, var in enumerate(op.operands) if var is not upcast)
     number = str(float(literals[0].val)) if literals else ""
-    if code := literals and _rewrite.with_operand(op.expression, index, number):
+    code = _rewrite.with_operand(op.expression, index, number) if literals else ""
+    # Arrays are not joined with a number.
+    if code := code or number * (op.name != "concatenate"):
         sentence = "Replace the array or NumPy number by a Python number, which does not promote"
         return f"{sentence}:\n    {code}"
     return fix_wide("Cast the wide operand", op, [index], source)
