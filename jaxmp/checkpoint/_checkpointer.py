@@ -253,7 +253,8 @@ class Checkpointer:
           only: "params": `state_like` consists of the parameters alone, such as `state.params` or
             an NNX model. FP32 parameters are read from the masters, whatever the recipe of the
             checkpoint is; other dtypes are those of `state_like`. `params` is their path in the
-            checkpoint, which may also be that of an average. Another program may have written it.
+            checkpoint, which may also be that of an average. The checkpoint may be that of another
+            program.
 
         Returns:
           A state like `state_like`; the same objects for NNX.
