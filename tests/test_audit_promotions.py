@@ -248,6 +248,18 @@ class NormWithoutDtype(nn.Module):
         return x.astype(BF16)
 
 
+def test_the_fix_of_a_promotion_by_zeros_is_no_number():
+    """`jnp.concatenate` reads zeros, a literal in the program, and takes arrays alone."""
+
+    def fn(x, w):
+        return matmul(jnp.concatenate([x, jnp.zeros(x.shape, jnp.float32)]), w)
+
+    finding = the_only(audit(fn, X, W).errors, "implicit_promotion")
+    assert finding.message.startswith("concatenate of bfloat16 and float32 is computed in float32")
+    operand = "float32[8,16,64] of `jnp.concatenate([x, jnp.zeros(x.shape, jnp.float32)])`"
+    assert finding.fix == f"Cast the wide operand, {operand}, to bfloat16."
+
+
 def test_a_layer_without_a_dtype_that_makes_the_stream_fp32():
     model = NormWithoutDtype()
     variables = jax.eval_shape(model.init, jax.random.key(0), X)

@@ -97,8 +97,9 @@ def _label_promotion(
     (operand,), result = op.operands, op.result
     source, target = _checks.dtype_of(operand).name, _checks.dtype_of(result).name
     here = op.sibling(reader)
-    symbol = {"add": "+", "sub": "-", "mul": "*", "div": "/"}.get(here.name, "and")
-    message = f"{source} {symbol} {target} is computed in {target}"
+    symbol = {"add": "+", "sub": "-", "mul": "*", "div": "/"}.get(here.name)
+    what = f"{source} {symbol} {target}" if symbol else f"{here.name} of {source} and {target}"
+    message = f"{what} is computed in {target}"
     earlier = audit.flow.labels(PromotedValue, *others)
     # The FP32 state of a recurrence, such as an LSTM's, times a 16-bit gate.
     is_gated = _labels.GATED in audit.flow.of_all(others)

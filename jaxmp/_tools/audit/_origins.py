@@ -125,7 +125,7 @@ def fix_wide(sentence: str, op: OpOccurrence, indices: list[int], dtype: str) ->
     if code:
         return f"{sentence}:\n    {code}"
     where = f" of `{own.text}`" if own.text else ""
-    return f"{sentence}, {operands}, to {dtype}{where}."
+    return f"{sentence}, {operands}{where}, to {dtype}."
 
 
 def fix_casts(op: OpOccurrence) -> str:
