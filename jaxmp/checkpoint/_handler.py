@@ -20,31 +20,41 @@ from jaxmp.checkpoint._plan import Action, Plan
 from jaxmp.errors import CheckpointError
 from jaxmp.optim import _master
 
-# Smaller arrays are read on the host: compiling a program for each of their shapes takes longer.
+# Smaller parts are read on the host: compiling a program for each of their shapes takes longer.
 _HOST_ELEMENTS = 2**15
 
 
-def start_test(leaf: Any) -> Any:
+def start_test(leaf: Any) -> list[Any]:
     """Starts to test an array of JAX or NumPy; devices continue after this function has returned.
 
+    Each process tests its own parts. A test of the whole array would be a program of all processes,
+    which waits forever if one of them is in another program or has died.
+
     Returns:
-      A boolean, which is True if the array is finite. It stays valid when the array is donated.
+      A boolean for each part on this process, which is True if the part is finite. They stay valid
+      when the array is donated.
     """
-    if not jnp.issubdtype(leaf.dtype, jnp.inexact):
+    if not isinstance(leaf, jax.Array):
+        return [_is_finite(leaf)]
+    return [_is_finite(shard.data) for shard in leaf.addressable_shards if shard.replica_id == 0]
+
+
+def _is_finite(part: Any) -> Any:
+    if not jnp.issubdtype(part.dtype, jnp.inexact):
         return True
-    is_small = leaf.size <= _HOST_ELEMENTS and getattr(leaf, "is_fully_addressable", True)
-    is_on_host = is_small or not isinstance(leaf, jax.Array)
-    return np.isfinite(np.asarray(leaf)).all() if is_on_host else _on_device(leaf)
+    if part.size > _HOST_ELEMENTS and isinstance(part, jax.Array):
+        return _on_device(part)
+    return np.isfinite(np.asarray(part)).all()
 
 
 @jax.jit
-def _on_device(leaf: jax.Array) -> jax.Array:
-    return jnp.isfinite(leaf).all()
+def _on_device(part: jax.Array) -> jax.Array:
+    return jnp.isfinite(part).all()
 
 
-def not_finite(tests: dict[str, Any]) -> tuple[str, ...]:
+def not_finite(tests: dict[str, list[Any]]) -> tuple[str, ...]:
     """Returns the paths of the leaves that are not finite, which are the same on all processes."""
-    bad = np.array([not test for test in tests.values()], np.bool_)
+    bad = np.array([not all(map(bool, parts)) for parts in tests.values()], np.bool_)
     if jax.process_count() > 1 and len(bad):
         bad = np.any(multihost_utils.process_allgather(bad), axis=0)
     return tuple(path for path, is_bad in zip(tests, np.atleast_1d(bad), strict=True) if is_bad)
@@ -123,13 +133,13 @@ class SaveState(ocp.args.CheckpointArgs):
     Attributes:
       leaves: path -> array.
       manifest: the manifest.
-      tests: path of each leaf that must be finite -> boolean, which devices may still compute.
+      tests: path of each leaf that must be finite -> booleans, which devices may still compute.
       allow_nonfinite: write the manifest even if they are not.
     """
 
     leaves: dict[_core.Path, Any]
     manifest: _manifest.Manifest
-    tests: dict[str, Any]
+    tests: dict[str, list[Any]]
     allow_nonfinite: bool
 
     def finish(self) -> _manifest.Manifest:
