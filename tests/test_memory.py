@@ -16,10 +16,8 @@ from jax.sharding import PartitionSpec as P
 import gpt
 import jaxmp
 from gpu_compiler import needs_compiler
-from jaxmp._core._targets import get_target
 from jaxmp._programs import _constructs
 from jaxmp._tools.memory import STATE, _errors
-from jaxmp._tools.memory._cache import compiler_of
 from jaxmp.errors import AuditError, MissingDependencyError, TargetError
 from jaxmp.typing import MemoryEstimate
 
@@ -281,11 +279,14 @@ def test_it_says_whether_the_step_fits():
 
 
 def test_a_wrong_share_and_a_cache_that_is_a_file_are_refused(tmp_path, monkeypatch):
-    (tmp_path / "run.py").touch()
-    with pytest.raises(NotADirectoryError, match="Name a folder: cache="):
-        compiler_of(tmp_path / "run.py", get_target("h200"))
-    monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "95")
+    file = tmp_path / "run.py"
+    file.touch()
     never = lambda *args: pytest.fail("the step is not traced")
+    with pytest.raises(NotADirectoryError, match="Name a folder: cache="):
+        jaxmp.plan(never, recipes=["fp16"], targets=["v100"], cache=file)
+    with pytest.raises(NotADirectoryError, match="Name a folder: cache="):
+        jaxmp.estimate_memory(never, PARAMS, ROWS, exact=False, cache=file)
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "95")
     with pytest.raises(TargetError, match="is not a share of the memory"):
         jaxmp.estimate_memory(never, PARAMS, ROWS)
     with pytest.raises(TargetError, match="is not a share of the memory"):

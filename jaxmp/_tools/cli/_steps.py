@@ -416,6 +416,7 @@ def run_plan(
         "rates": _arguments.split_numbers(rate, "--rate"),
         "hosts": hosts,
         "links": _arguments.split_numbers(link, "--link", "between=100e9"),
+        "cache": cache or None,
     }
     lists = {"batches": _arguments.split_values(batches), "remat": _arguments.split_values(remat)}
     if script is not None and lists != {"batches": None, "remat": None}:
@@ -423,10 +424,10 @@ def run_plan(
     if script is None:
         path = _arguments.only_function("plan", function, name)
         step = _arguments.load_function(path, _PLAN, "train_step, state, batch", "recipe")
-        options |= {**lists, "cache": cache or None}
+        options |= lists
         make = lambda: _arguments.call(f"planning {path}", lambda: jaxmp.plan(step, **options))
     else:
-        more = {"function": name, "max_seconds": max_seconds, "cache": cache or None}
+        more = {"function": name, "max_seconds": max_seconds}
         make = lambda: _plan_script([script, *(function or [])], json, options, more)
     advice = "the programs that are compiled are in the cache. Run the same command to go on."
     report = _arguments.write_result(make, advice, json, html)
@@ -445,7 +446,7 @@ def _plan_script(
             f"The recipe {whole.name!r} has phases, and a script runs its first one. Pass a "
             f"function, which receives each phase:\n    {_PLAN}"
         )
-    more |= {name: options[name] for name in ("targets", "hosts", "links")}
+    more |= {name: options[name] for name in ("targets", "hosts", "links", "cache")}
 
     def measure() -> Iterator[MeasuredRow]:
         for recipe in options["recipes"]:

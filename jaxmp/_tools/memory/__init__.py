@@ -17,7 +17,7 @@ from jaxmp import _core
 from jaxmp._core import PyTree, _compat
 from jaxmp._tools.audit import _compile, _trace
 from jaxmp._tools.audit._hlo import Program
-from jaxmp._tools.memory._cache import compiler_of
+from jaxmp._tools.memory._cache import compiler_of, folder_of
 from jaxmp._tools.memory._liveness import Liveness, ShardedArgument
 from jaxmp._tools.report import _section
 from jaxmp._tools.report._progress import progress_bar
@@ -212,6 +212,7 @@ def estimate_memory(
     _trace.check_function(fn, "estimate_memory")
     chip = None if target is None else _core.get_target(target)
     name, share = getattr(fn, "__name__", ""), _core.usable_share()
+    folder = folder_of(cache)
     compiler = reason = ""
     with contextlib.ExitStack() as stack:
         if chip is not None:
@@ -222,7 +223,7 @@ def estimate_memory(
             compiled_for = _check_compiled(chip, exact)
             with progress_bar(None, progress) as (on_program, _):
                 on_program(f"compiling {name} for {compiled_for.name}")
-                kinds = _compiled(compiled_for, traced, cache)
+                kinds = _compiled(compiled_for, traced, folder)
             least = most = sum(kinds.values())
             compiler = f"jaxlib {importlib.metadata.version('jaxlib')}"
         except (AuditError, TargetError, MissingDependencyError) as error:
@@ -265,9 +266,7 @@ def _check_compiled(chip: _core.Target | None, exact: bool | None) -> _core.Targ
     return chip
 
 
-def _compiled(
-    chip: _core.Target, traced: _trace.Traced, folder: str | os.PathLike[str] | None
-) -> Counter[str]:
+def _compiled(chip: _core.Target, traced: _trace.Traced, folder: Path | None) -> Counter[str]:
     """Returns the bytes of each kind in the program that XLA compiles."""
     program = _compile.compile_for(chip, traced, compiler_of(folder, chip))
     memory, kinds = program.memory, Counter[str]()

@@ -22,28 +22,32 @@ _FLAGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
 _SIZES = [f"{name}_size_in_bytes" for name in ("argument", "output", "alias", "temp")]
 
 
-def compiler_of(
-    folder: str | os.PathLike[str] | None, chip: Target
-) -> Callable[[Any, Any], tuple[str, Any]]:
+def folder_of(cache: str | os.PathLike[str] | None) -> Path | None:
+    """Returns the folder of a cache, which need not exist; None without one.
+
+    Raises:
+      NotADirectoryError: if it is a file.
+    """
+    path = None if cache is None else Path(cache).expanduser()
+    if path is not None and path.is_file():
+        raise NotADirectoryError(
+            f"cache={str(cache)!r} is a file. Name a folder: cache='~/.cache/jaxmp', or None."
+        )
+    return path
+
+
+def compiler_of(path: Path | None, chip: Target) -> Callable[[Any, Any], tuple[str, Any]]:
     """Returns a function that compiles a lowered program, or reads its result from a folder.
 
     The key of a result is the text of the lowered program, the chip without its links, and the
     versions and options of the compilers. A file that cannot be read or written is ignored.
 
     Args:
-      folder: None to compile each program.
+      path: None to compile each program.
       chip: the target.
-
-    Raises:
-      NotADirectoryError: if `folder` is a file.
     """
-    if folder is None:
+    if path is None:
         return compile_lowered
-    path = Path(folder).expanduser()
-    if path.is_file():
-        raise NotADirectoryError(
-            f"cache={str(folder)!r} is a file. Name a folder: cache='~/.cache/jaxmp', or None."
-        )
     described = repr(chip._replace(domain=1, link=0.0, network=0.0))
 
     def compile_once(lowered: Any, options: Any) -> tuple[str, Any]:

@@ -13,6 +13,7 @@ from jaxmp._core import Target
 from jaxmp._policies import _recipe
 from jaxmp._policies._load import RecipeLike
 from jaxmp._tools.audit._compile import check_compiler
+from jaxmp._tools.memory._cache import folder_of
 from jaxmp._tools.plan._programs import Candidate, MeasuredRow, relative
 from jaxmp._tools.plan._report import PlanChoice as PlanChoice
 from jaxmp._tools.plan._report import PlanReport as PlanReport
@@ -90,7 +91,8 @@ def plan(
     """
     lists = {"recipes": recipes, "targets": targets, "batches": batches, "remat": remat}
     costs = {"prices": prices, "rates": rates}
-    every_recipe, chips = check_plan(make_step, hosts=hosts, links=links, **costs, **lists)
+    more = {"hosts": hosts, "links": links, "cache": cache}
+    every_recipe, chips = check_plan(make_step, **more, **costs, **lists)
     sizes = [None] if batches is None or isinstance(batches, str) else batches
     programs = list(itertools.product(chips, remat or [None], sizes, every_recipe))
 
@@ -152,6 +154,7 @@ def check_plan(
     rates: Mapping[str, float] | None = None,
     hosts: int | None = None,
     links: Mapping[str, float] | None = None,
+    cache: str | os.PathLike[str] | None = None,
     **lists: Any,
 ) -> tuple[list[_recipe.Recipe], list[Target]]:
     """Checks the arguments of `plan`, and returns its recipes and chips."""
@@ -185,6 +188,7 @@ def check_plan(
     if hosts is not None and (type(hosts) is not int or hosts < 1):
         raise AuditError(f"hosts={hosts!r} is not a positive number. Write hosts=8, or --hosts 8.")
     _core.usable_share()  # raises if the environment names none
+    folder_of(cache)  # raises if it is a file
     chips = [
         _core.with_links(chip, links)
         for chip in dict.fromkeys(map(_core.get_target, lists["targets"]))

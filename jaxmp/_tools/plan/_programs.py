@@ -20,7 +20,7 @@ from jaxmp._tools.audit._auditor import PolicyContext
 from jaxmp._tools.audit._make_report import lacking_format
 from jaxmp._tools.audit._report import AuditReport
 from jaxmp._tools.memory import estimate_memory
-from jaxmp._tools.memory._cache import compiler_of
+from jaxmp._tools.memory._cache import compiler_of, folder_of
 from jaxmp._tools.plan._bound import cost_of, error_of, measured
 from jaxmp._tools.plan._report import PlanRow
 from jaxmp._tools.report import _section
@@ -91,7 +91,7 @@ class Candidate(NamedTuple):
         """Returns fields of the row, and the roofline in seconds if it is known."""
         chip = self.chip
         context = PolicyContext(self.recipe, chip.platform, repr(self.recipe.name))
-        compiler = compiler_of(self.cache, chip)
+        compiler = compiler_of(folder_of(self.cache), chip)
         report, compiled = audit_program(context, step, args, {}, chip, compiler)
         assert compiled is not None and report.memory is not None
         total = report.memory.required
