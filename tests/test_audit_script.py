@@ -312,7 +312,7 @@ def test_a_module_runs_as_after_python_m(run, folder):
         "from . import __name__ as package\nassert package == 'package'\n" + ABSL
     )
     status, _, error = run("")  # a script without JAX
-    assert status == 2 and "train.py ended, and did not import JAX" in error
+    assert status == 2 and "Error: train.py ended, and did not import JAX." in error
     with pytest.raises(SystemExit) as stop:
         cli.main(["audit", "--script", "-m", "package.train", "--name=run", "--fail-on=none"])
     assert stop.value.code == 0
@@ -321,7 +321,9 @@ def test_a_module_runs_as_after_python_m(run, folder):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("import jax\nraise KeyError('gone')", "failed (status 1) before its train step"),
+        ("import jax\nraise KeyError('gone')", "the script raised KeyError before its train step"),
+        ("import os\nos.kill(os.getpid(), 9)", "train.py ended (status -9) before its train step"),
+        ("raise OSError", "Error: train.py raised OSError, and did not import JAX."),
         pytest.param(
             "import jax, sys\nsys.exit(3)",
             "the script exited with status 3 before its train step",

@@ -112,13 +112,12 @@ def run_child() -> None:
             trace = trace.tb_next
         failure.__traceback__ = trace
         sys.excepthook(type(failure), failure, trace)
-        # The results of the steps before may be zeros, which a script may refuse.
-        if not watchers or not watchers[0].has_steps:
-            sys.exit(1)
         error = f"raised {type(failure).__name__}"
-    if not watchers:
-        sys.exit(f"{arguments[0]} {error or 'ended'}, and did not import JAX.")
-    watchers[0].finish(error)
+    if watchers:
+        watchers[0].finish(error)
+    text = f"{arguments[0]} {error or 'ended'}, and did not import JAX."
+    with open(options["watch"]["file"], "w", encoding="utf-8") as file:
+        json.dump({"error": text}, file)
 
 
 if __name__ == "__main__":
