@@ -265,6 +265,9 @@ def test_nnx_gives_the_same_kind_of_report():
     report = run(NnxPerceptron, seeds=1)
     assert report["bf16"].verdict == "pass"
     assert "one seed" in report["bf16"].power.text
+    shown = report.to_text(full=True)
+    assert "distance of the loss curves" in shown and "distance between seeds" not in shown
+    assert "nan" not in shown.split()
     modules = [row.module for row in report["bf16"].modules if row.gradient_error]
     assert modules == ["hidden", "out"] * 2
     assert all(row.activation_error for row in report["bf16"].modules if row.module == "hidden")

@@ -406,10 +406,14 @@ def _candidate_sections(
 ) -> list[Section]:
     name, training = candidate.name, candidate.training
     low, high = training.final_loss_scale
-    quantities = (
-        ("distance of the loss curves", percent(training.curve_distance)),
+    of_seeds = (
         ("distance between seeds of the reference", percent(training.curve_band)),
         ("steps within the range of these seeds", f"{100 * training.curve_inside:.0f} %"),
+    )
+    quantities = (
+        ("distance of the loss curves", percent(training.curve_distance)),
+        # A single seed has no range.
+        *(() if math.isnan(training.curve_inside) else of_seeds),
         ("gradient norms over those of the reference", f"{training.gradient_norm_ratio:.4g}"),
         ("skipped steps", str(training.skipped)),
         ("final loss scale", f"{low:g}" if low == high else f"{low:g} to {high:g}"),
