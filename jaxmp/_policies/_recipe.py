@@ -107,6 +107,8 @@ class Recipe(RecipeData):
         Raises:
           JaxmpError: if `model` is not such an instance, or if `shardings` has another structure
             than its parameters (in Linen, from `apply`).
+          RuleError: if a required rule matches nothing in an NNX model. In Linen, `init` of the
+            returned model raises it.
           RecipeError: if this recipe has phases: `recipe.phase(step).wrap(model)`.
 
         Example:
