@@ -65,8 +65,7 @@ def run_script(
       AuditError: if the script fails, or exits before it compiles a function with matmuls.
     """
     is_module = arguments[0] == "-m"
-    if is_module:
-        arguments = arguments[1:]
+    arguments = arguments[1:] if is_module else arguments
     if not arguments:
         raise JaxmpError(f"-m requires a module: jaxmp {tool} --script -m my_package.train")
     script = arguments[0]
