@@ -1433,6 +1433,9 @@ def train_step(x):
 
 def train_twice(x):
     return x @ x @ x
+
+def make_sized(recipe, size):
+    return train_step, jax.ShapeDtypeStruct((size, size), jnp.float32)
 """
 
 
@@ -1486,6 +1489,8 @@ def test_the_command_holds_a_step_against_a_baseline(run):
         (["my_steps"], "'my_steps' does not name a function"),
         (["my_steps:absent"], "def absent():\n        return train_step, state, batch"),
         (["my_steps:make_nothing"], "returned int, not a function and its arguments"),
+        (["my_steps:make_sized"], "takes recipe, size, which is not passed"),
+        (["my_steps:make_sized", "--recipe", "bf16"], "make_sized takes size, which is not passed"),
         (["my_steps:make_fp32", "--html", "no/such/folder.html"], "cannot be written"),
         (["my_steps:make_fp32", "--baseline", "absent.json"], "cannot be read"),
         (["my_steps:make_step", "--recipe", "bf61"], "Did you mean 'bf16'"),

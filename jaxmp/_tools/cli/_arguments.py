@@ -295,9 +295,9 @@ def make_step(name: str, example: str, *argument: object, least: int = 1) -> tup
     required = [each for each, p in parameters.items() if p.default is p.empty and p.kind < 2]
     # None, without a checkpoint, does not replace a default.
     argument = argument if required or (parameters and argument != (None,)) else ()
-    if len(required) > len(argument):
+    if missing := ", ".join(required[len(argument) :]):
         raise JaxmpError(
-            f"{name} takes {', '.join(required)}, which this command lacks:\n    {example}"
+            f"{name} takes {missing}, which is not passed. Use a default, or write\n    {example}"
         )
     made = call(f"{name}()", lambda: make(*argument))
     if not isinstance(made, (tuple, list)) or len(made) < least or not callable(made[0]):
