@@ -1,5 +1,6 @@
 """apply_policy in Linen: results, casts and errors."""
 
+import contextlib
 import copy
 import dataclasses
 import functools
@@ -22,7 +23,7 @@ from jaxmp._flax._linen_model import apply_policy
 from jaxmp._policies._load import PolicyMap
 from jaxmp._policies._policy import Policy, get_policy
 from jaxmp._policies._rules import Rule
-from jaxmp.errors import CompositionError, PolicyError, RuleError
+from jaxmp.errors import CompositionError, PolicyError, RecipeWarning, RuleError
 from models import MIXED, tokens
 from models_linen import CNN, MLP, Attention, RawParam, TiedLM, Transformer
 from programs import dtypes, leaf_dtypes, module_path, named, products, relative_error, trace
@@ -845,7 +846,41 @@ def test_the_fixes_that_the_message_names_work():
 def test_partial_calls_do_not_judge_rules():
     model = apply_policy(TiedLM(), PolicyMap(MIXED, [Rule("nowhere", "o=f32")]))
     jax.eval_shape(functools.partial(model.init, method="encode"), KEY, tokens(2, 6))
-    jax.eval_shape(model.apply, shapes(TiedLM(), tokens(2, 6)), tokens(2, 6))
+    encode = functools.partial(model.apply, method="encode")
+    jax.eval_shape(encode, shapes(TiedLM(), tokens(2, 6)), tokens(2, 6))
+
+
+@pytest.mark.parametrize(
+    ("rule", "message"),
+    [
+        (Rule("haed", "o=f32"), "nearest paths: 'head'"),
+        (Rule("Dense_0:kernle", "c=f32"), "nearest paths: 'Dense_0:kernel'"),
+        (Rule(module_type="RMSNorm", policy="c=f32"), "nearest types: LayerNorm"),
+        (Rule("head", "o=f32"), ""),
+        (Rule("head:bias", "c=f32"), ""),
+        (Rule(module_type="Dense", policy="c=f32"), ""),
+        (Rule("haed", "o=f32", required=False), ""),
+    ],
+)
+def test_variables_of_the_plain_model_judge_rules_too(rule, message):
+    model, variables = apply_policy(MLP(), PolicyMap(MIXED, [rule])), MLP().init(KEY, floats(2, 8))
+    is_told = pytest.warns(RecipeWarning, match=message) if message else contextlib.nullcontext()
+    with is_told:
+        model.apply(variables, floats(2, 8))
+    model.apply(variables, floats(2, 8))
+
+
+def test_a_rule_may_match_a_module_that_a_call_does_not_enter():
+    class Auxiliary(nn.Module):
+        @nn.compact
+        def __call__(self, x, train):
+            if train:
+                x = nn.LayerNorm(name="norm")(nn.Dense(8, name="extra")(x))
+            return nn.Dense(4, name="head")(x)
+
+    variables = Auxiliary().init(KEY, floats(2, 8), True)
+    for rule in (Rule("extra", "c=f32"), Rule(module_type="LayerNorm", policy="c=f32")):
+        apply_policy(Auxiliary(), PolicyMap(MIXED, [rule])).apply(variables, floats(2, 8), False)
 
 
 def test_rules_are_judged_at_every_init_of_a_jitted_model():

@@ -24,12 +24,12 @@ class CalledModule(NamedTuple):
     """Module that was called.
 
     Attributes:
-      cls: name of its class.
+      cls: its class.
       method: the method, if it is not a forward pass; otherwise "".
       is_low: True if its matmuls should read 16 bits.
     """
 
-    cls: str
+    cls: type
     method: str
     is_low: bool
 
@@ -115,7 +115,7 @@ def note_module(module_policy: ModulePolicy, method: str, *, is_forward: bool) -
         # Those of Flax's layers that do not are meant to be in FP32.
         is_fp32 = traits.is_norm or traits.upcasts_params or traits.dtype
         is_low = _core.is_16bit(dtype) and not is_fp32
-        module = CalledModule(module_policy.cls.__name__, "" if is_forward else method, is_low)
+        module = CalledModule(module_policy.cls, "" if is_forward else method, is_low)
         labeling.modules[module_policy.resolved.path] = module
 
 

@@ -240,11 +240,11 @@ def _decisions_of(
         call = nn.apply(function, unbound, mutable=True)
         return call(variables, *args, rngs=rngs, **kwargs)[0]
 
-    def prepare() -> tuple[Callable[[PyTree], PyTree], PyTree, int]:
+    def prepare() -> tuple[Callable[[PyTree], PyTree], PyTree, PyTree]:
         rngs = {name: rng.as_jax_rng() for name, rng in module.scope.rngs.items()}
         variables = module.variables
         arrays = variables, rngs, *copied_arguments((args, kwargs))
-        return run, arrays, len(jax.tree.leaves(variables))
+        return run, arrays, variables
 
     key = type(module)._jaxmp_class, root.policies, root.origin
     search = module.__dict__["_jaxmp_search"]

@@ -96,7 +96,7 @@ def low_share(cls: type, closed: _compat.ClosedJaxpr, count: int, labeling: Labe
     if not ignored or sum(ignored.values()) < sum(chosen.values()):
         return ""
     path = max(ignored, key=ignored.__getitem__)
-    name, method, _ = labeling.modules[path]
+    module, method, _ = labeling.modules[path]
     file, line = Lines().of([matmuls.found[0][path][1]])
     where = f"the module {path!r}" if path else "the model"
     if method:
@@ -107,7 +107,7 @@ def low_share(cls: type, closed: _compat.ClosedJaxpr, count: int, labeling: Labe
         )
     else:
         reason = (
-            f"Matmuls of {where}, a {name} ({os.path.basename(file)}, line {line}), "
+            f"Matmuls of {where}, a {module.__name__} ({os.path.basename(file)}, line {line}), "
             "read float32 operands: it casts them, or multiplies by float32 arrays that it makes, "
             "as jax.nn.one_hot does, or it calls layers that are not its attributes, such as those "
             "of a closure, which policies do not reach and Flax NNX does not train. "

@@ -316,7 +316,7 @@ def call_method(
 
 def _separated(
     module: nnx.Module, name: str, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]
-) -> tuple[Callable[[PyTree], PyTree], PyTree, int]:
+) -> tuple[Callable[[PyTree], PyTree], PyTree, PyTree]:
     """Returns a function that calls a method of a copy of a module, as `ModelSearch` requires."""
     graph, state = nnx.split((module, *_search.copied_arguments((args, kwargs))))
 
@@ -324,7 +324,7 @@ def _separated(
         module, args, kwargs = nnx.merge(graph, state)
         return getattr(module, name)(*args, **kwargs)
 
-    return call, state, len(jax.tree.leaves(nnx.state(module)))
+    return call, state, jax.tree.leaves(nnx.state(module))
 
 
 def _call(

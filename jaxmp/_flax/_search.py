@@ -31,6 +31,8 @@ from jaxmp._core import PyTree, _compat
 from jaxmp._flax import _labels, _missing_precision
 from jaxmp._policies._device import computes_in_16_bits
 from jaxmp._policies._load import PolicyMap
+from jaxmp._policies._required import check_required
+from jaxmp.errors import RuleError
 from jaxmp.fp8 import _explain
 
 # ---------------------------------------------------------------------------
@@ -62,7 +64,7 @@ class ModelSearch:
         key: tuple[type, PolicyMap, tuple[str, ...]],
         called: Any,
         arguments: PyTree,
-        prepare: Callable[[], tuple[Callable[..., PyTree], PyTree, int]],
+        prepare: Callable[[], tuple[Callable[..., PyTree], PyTree, PyTree]],
     ) -> Hashable:
         """Returns the labels of the values of a call of a model that are not rounded.
 
@@ -70,8 +72,8 @@ class ModelSearch:
           key: class, policies and path of the model. A part of a model has a path.
           called: its method.
           arguments: of the call.
-          prepare: returns a function that calls the model, all arrays that it reads, and how many
-            of them are the first ones, which are variables of the model.
+          prepare: returns a function that calls the model, all arrays that it reads, and those of
+            them that are variables of the model, which come first: collections of Linen, or a list.
         """
         active, policies = _compat.current_context().decisions, key[1]
         is_low = policies.default.matmul == "fp8" or computes_in_16_bits(policies)
@@ -121,7 +123,7 @@ class ModelSearch:
     def _search(
         self,
         key: tuple[type, PolicyMap, tuple[str, ...]],
-        prepare: Callable[[], tuple[Callable[..., PyTree], PyTree, int]],
+        prepare: Callable[[], tuple[Callable[..., PyTree], PyTree, PyTree]],
         *,
         is_first: bool,
         is_whole: bool,
@@ -129,7 +131,7 @@ class ModelSearch:
         """Returns label -> why its value is not rounded; None if the call cannot be traced."""
         labeling, is_cast = _labels.Labeling(), is_traced_by_autocast()
         try:
-            fn, arrays, count = prepare()
+            fn, arrays, variables = prepare()
             search = _compat.context(decisions=labeling)
             with search, _explain.recorded() as fp8, warnings.catch_warnings():
                 warnings.simplefilter("ignore")
@@ -161,16 +163,38 @@ class ModelSearch:
                 self._messages += [refused] if refused not in self._refused else []
                 self._refused.add(refused)
         if is_first and not path:
+            count = len(jax.tree.leaves(variables))
             low = "" if is_cast else _missing_precision.low_share(cls, closed, count, labeling)
-            unused = ""
+            unused = unmatched = ""
             if in_fp8 and is_whole:
                 unused = _missing_precision.unused_fp8(cls, fp8.rows, labels, closed.jaxpr)
-            self._messages += filter(None, (low, unused))
+            if is_whole and _core.has_collections(variables):
+                unmatched = _unmatched_rule(policies, labeling, variables[_core.PARAMS])
+            self._messages += filter(None, (low, unused, unmatched))
         return labels
 
 
+def _unmatched_rule(policies: PolicyMap, labeling: _labels.Labeling, params: PyTree) -> str:
+    """Returns a warning of a required rule that matches nothing in a Linen model; "" without one.
+
+    The model has the modules that its call has entered, and those that have parameters. `init` of a
+    wrapped model, and `wrap` of an NNX model, raise an error instead.
+    """
+    names = [names for names, _ in _core.leaves_with_path(params)]
+    above = {"/".join(path[:n]) for path in names for n in range(len(path))}
+    called = {path: module.cls for path, module in labeling.modules.items()}
+    paths = dict.fromkeys([*map(_core.parameter_path, names), *above]) | called
+    # The classes of modules that the call has not entered are not known.
+    rules = [each for each in policies.all_rules if not each.module_type or above <= called.keys()]
+    try:
+        check_required(policies, paths, rules)
+    except RuleError as error:
+        return str(error)
+    return ""
+
+
 def _accepted(
-    prepare: Callable[[], tuple[Callable[..., PyTree], PyTree, int]],
+    prepare: Callable[[], tuple[Callable[..., PyTree], PyTree, PyTree]],
     labels: dict[str, str],
     fixed: frozenset[str],
 ) -> tuple[dict[str, str], Exception | None]:

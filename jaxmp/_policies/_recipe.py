@@ -108,7 +108,7 @@ class Recipe(RecipeData):
           JaxmpError: if `model` is not such an instance, or if `shardings` has another structure
             than its parameters (in Linen, from `apply`).
           RuleError: if a required rule matches nothing in an NNX model. In Linen, `init` of the
-            returned model raises it.
+            returned model raises it, and the first `apply` warns.
           RecipeError: if this recipe has phases: `recipe.phase(step).wrap(model)`.
 
         Example:
