@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from jax import lax
@@ -86,14 +86,19 @@ def fp8_product(
     return dot_general(config.scaling, kernel="rhs" if kernel else "lhs")
 
 
+def matmuls_inside(equation: _compat.JaxprEqn) -> Iterator[_compat.JaxprEqn]:
+    """Yields the matmuls of an equation that runs as its author wrote it."""
+    inside = (
+        each for inner in _programs.sub_jaxprs(equation) for each in _programs.equations(inner)
+    )
+    return filter(is_matmul, (equation, *inside))
+
+
 def explain_products_inside(
     config: AutocastConfig, equation: _compat.JaxprEqn, scope_path: _programs.Path
 ) -> None:
     """Records for `explain` the matmuls of an equation that runs as its author wrote it."""
-    inside = (
-        each for inner in _programs.sub_jaxprs(equation) for each in _programs.equations(inner)
-    )
-    for each in filter(is_matmul, (equation, *inside)):
+    for each in matmuls_inside(equation):
         lhs, rhs = (_programs.array_aval(var).shape for var in each.invars)
         _decide_fp8(config, each, (lhs, rhs), (*scope_path, IN_CUSTOM_VJP), 1, "")
 
