@@ -2,7 +2,6 @@
 
 import contextlib
 import re
-import warnings
 
 import jax
 import jax.numpy as jnp
@@ -575,6 +574,7 @@ CUSTOM_VJP_CALLS = {
 
 @pytest.mark.parametrize("around", CUSTOM_VJP_CALLS)
 @fast_cases("plain", "scan")
+@pytest.mark.filterwarnings("ignore:No matmul of autocast:jaxmp.errors.RecipeWarning")
 def test_the_rules_of_a_custom_vjp_run_as_its_author_wrote_them(around):
     """Differentiation does not change the equations of the rules, so a tolerance for FP32 is
     reached.
@@ -588,9 +588,7 @@ def test_the_rules_of_a_custom_vjp_run_as_its_author_wrote_them(around):
     assert np.linalg.norm(exact) > 0
     for policy in (MIXED, "p=f32,c=f16,o=f32"):
         for fn in (autocast(jax.grad(loss), policy), jax.grad(autocast(loss, policy))):
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore", RecipeWarning)  # No matmul is cast.
-                assert relative_error(jax.jit(fn)(w), exact) < 1e-3, (around, policy)
+            assert relative_error(jax.jit(fn)(w), exact) < 1e-3, (around, policy)
 
 
 def test_a_function_with_all_matmuls_in_a_custom_vjp_warns():

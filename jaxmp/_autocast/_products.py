@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -88,10 +89,8 @@ def fp8_product(
 
 def matmuls_inside(equation: _compat.JaxprEqn) -> Iterator[_compat.JaxprEqn]:
     """Yields the matmuls of an equation that runs as its author wrote it."""
-    inside = (
-        each for inner in _programs.sub_jaxprs(equation) for each in _programs.equations(inner)
-    )
-    return filter(is_matmul, (equation, *inside))
+    inside = map(_programs.equations, _programs.sub_jaxprs(equation))
+    return filter(is_matmul, itertools.chain((equation,), *inside))
 
 
 def explain_products_inside(

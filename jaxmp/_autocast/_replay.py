@@ -213,11 +213,12 @@ class Autocast(_programs.InPlace):
         if not is_low or False in self.matmuls or dtypes != {_core.FLOAT32}:
             return ""
         file, line = _programs.Lines().of([self.matmuls[True]])
+        where = f", as that in {os.path.basename(file)}, line {line}," if file else ""
         return (
-            f"No matmul of {name} runs in 16 bits: all are inside a custom_vjp, as that in "
-            f"{os.path.basename(file)}, line {line}, and run in the float32 in which they were "
-            "traced. Solvers of diffrax are such functions. Apply the recipe inside, to the "
-            "function that multiplies: y = jaxmp.autocast(fn, recipe)(params, x)."
+            f"No matmul of {name} runs in 16 bits: all are inside a custom_vjp{where} and run in "
+            "the float32 in which they were traced. Solvers of diffrax are such functions. Apply "
+            "the recipe inside, to the function that multiplies: "
+            "y = jaxmp.autocast(fn, recipe)(params, x)."
         )
 
     # -- jaxprs inside equations ------------------------------------------------------------
