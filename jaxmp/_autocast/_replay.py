@@ -206,11 +206,11 @@ class Autocast(_programs.InPlace):
         return wrap(equation, _programs.bind(equation, env.recorded(equation, values)))
 
     def uncast_text(self, name: str) -> str:
-        """Returns a warning of the function `name` if no matmul is cast; "" for others."""
+        """Returns a warning of the function `name` if no matmul is cast; "" in `explain`."""
         is_low = _core.is_16bit(self.config.policies.default.compute_dtype)
         operands = [var for each in self.matmuls.values() for var in each.invars[:2]]
         dtypes = {_programs.array_aval(var).dtype for var in operands}
-        if not is_low or False in self.matmuls or dtypes != {_core.FLOAT32}:
+        if self.lists_calls or not is_low or False in self.matmuls or dtypes != {_core.FLOAT32}:
             return ""
         file, line = _programs.Lines().of([self.matmuls[True]])
         where = f", as that in {os.path.basename(file)}, line {line}," if file else ""
