@@ -506,6 +506,13 @@ MUTATIONS = [
         ("test_autocast.py::test_a_shared_function_runs_for_the_priorities_of_its_operands",),
     ),
     Mutation(
+        "a function whose matmuls are all in a custom_vjp gets no warning",
+        "jaxmp/_autocast/__init__.py",
+        " or interpreter.uncast_text(name)",
+        "",
+        ("test_autocast.py::test_a_function_with_all_matmuls_in_a_custom_vjp_warns",),
+    ),
+    Mutation(
         "a carried value is weakly typed in the body of a scan",
         "jaxmp/_autocast/_replay.py",
         "return Value(outer.to_aval(value, var.aval))",

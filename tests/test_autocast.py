@@ -574,6 +574,7 @@ CUSTOM_VJP_CALLS = {
 
 @pytest.mark.parametrize("around", CUSTOM_VJP_CALLS)
 @fast_cases("plain", "scan")
+@pytest.mark.filterwarnings("ignore:No matmul of autocast:jaxmp.errors.RecipeWarning")
 def test_the_rules_of_a_custom_vjp_run_as_its_author_wrote_them(around):
     """Differentiation does not change the equations of the rules, so a tolerance for FP32 is
     reached.
@@ -588,6 +589,18 @@ def test_the_rules_of_a_custom_vjp_run_as_its_author_wrote_them(around):
     for policy in (MIXED, "p=f32,c=f16,o=f32"):
         for fn in (autocast(jax.grad(loss), policy), jax.grad(autocast(loss, policy))):
             assert relative_error(jax.jit(fn)(w), exact) < 1e-3, (around, policy)
+
+
+def test_a_function_with_all_matmuls_in_a_custom_vjp_warns():
+    loss = lambda w, x: (implicit(w / 4, x) ** 2).sum()
+    with pytest.warns(RecipeWarning, match="inside a custom_vjp") as caught:
+        jax.eval_shape(jax.grad(autocast(loss, MIXED)), W, X)
+    (warning,) = caught
+    assert "No matmul of autocast(<lambda>, ...) runs in 16 bits" in str(warning.message)
+    assert "test_autocast.py, line" in str(warning.message)
+    # No warning if another matmul is cast, and in FP32.
+    jax.eval_shape(autocast(lambda w, x: implicit(w / 4, x @ w), MIXED), W, X)
+    jax.eval_shape(autocast(loss, "fp32"), W, X)
 
 
 def test_autocast_inside_the_rules_of_a_custom_vjp():

@@ -389,6 +389,7 @@ def test_a_rule_that_matches_nothing_is_refused():
 
 
 @EXPENSIVE
+@pytest.mark.filterwarnings("ignore:No matmul of autocast:jaxmp.errors.RecipeWarning")
 def test_the_gradient_of_an_implicit_diffrax_solve():
     """The backward pass repeats the solver in FP32, as in the forward pass; in 16 bits no step
     converges.

@@ -262,6 +262,7 @@ def batched(x, w):
     ids=["custom_vjp", "custom_jvp", "highest", "odd", "batched", "full_precision"],
 )
 @pytest.mark.filterwarnings("ignore:The policies of autocast:jaxmp.errors.RecipeWarning")
+@pytest.mark.filterwarnings("ignore:No matmul of autocast:jaxmp.errors.RecipeWarning")
 def test_what_is_left_out_says_why(fn, dtype, why):
     fn = autocast(fn, POLICY)
     square = lambda x, w: jnp.square(fn(x, w)).sum()

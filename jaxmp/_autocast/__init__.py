@@ -112,7 +112,7 @@ def autocast(
             interpreter = Autocast(config, in_custom_vjp, lists_calls=_explain.is_explained())
             arrays = interpreter.function(traced.closed, traced.arrays)
         name = f"autocast({getattr(fn, '__name__', 'fn')}, ...)"
-        if text := _explain.unused_text(name, rows):
+        if text := _explain.unused_text(name, rows) or interpreter.uncast_text(name):
             _core.warn_user(text, repeats=False)
         return traced.results(arrays)
 

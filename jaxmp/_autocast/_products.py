@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from jax import lax
@@ -86,14 +87,17 @@ def fp8_product(
     return dot_general(config.scaling, kernel="rhs" if kernel else "lhs")
 
 
+def matmuls_inside(equation: _compat.JaxprEqn) -> Iterator[_compat.JaxprEqn]:
+    """Yields the matmuls of an equation that runs as its author wrote it."""
+    inside = map(_programs.equations, _programs.sub_jaxprs(equation))
+    return filter(is_matmul, itertools.chain((equation,), *inside))
+
+
 def explain_products_inside(
     config: AutocastConfig, equation: _compat.JaxprEqn, scope_path: _programs.Path
 ) -> None:
     """Records for `explain` the matmuls of an equation that runs as its author wrote it."""
-    inside = (
-        each for inner in _programs.sub_jaxprs(equation) for each in _programs.equations(inner)
-    )
-    for each in filter(is_matmul, (equation, *inside)):
+    for each in matmuls_inside(equation):
         lhs, rhs = (_programs.array_aval(var).shape for var in each.invars)
         _decide_fp8(config, each, (lhs, rhs), (*scope_path, IN_CUSTOM_VJP), 1, "")
 

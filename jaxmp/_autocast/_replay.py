@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
 from collections.abc import Hashable, Sequence
 from typing import Any
 
 from jax import Array
 from jax.core import ShapedArray
 
-from jaxmp import _programs
+from jaxmp import _core, _programs
 from jaxmp._autocast import _products, _resolve
 from jaxmp._autocast._decide import Consumers, Environment, decide, why_not_fp8
 from jaxmp._autocast._explain import IN_RULE, Recorder
@@ -58,6 +59,8 @@ class Autocast(_programs.InPlace):
         self.inside: dict[int, tuple[Any, dict[tuple[str, ...], None]]] = {}
         # Scopes of all equations, for `AutocastConfig.check_required`.
         self.seen: set[tuple[str, ...]] = set()
+        # A matmul inside a `custom_vjp` (True), and one that is cast (False).
+        self.matmuls: dict[bool, JaxprEqn] = {}
 
     def function(self, closed: ClosedJaxpr, args: list[Array]) -> list[Array]:
         """Runs the whole function.
@@ -181,6 +184,7 @@ class Autocast(_programs.InPlace):
         else:
             arrays = [env.cast(value, decision.dtype) for value in values]
         if decision.result is not None:
+            self.matmuls[False] = equation
             out = _products.multiply(equation, arrays, decision, policy, in_fp8)
         else:
             out = _programs.bind(equation, arrays)
@@ -193,12 +197,29 @@ class Autocast(_programs.InPlace):
         self, equation: JaxprEqn, env: Environment, values: list[Value], scope_path: _programs.Path
     ) -> list[Value]:
         """Runs an equation in its recorded dtypes, and records the matmuls inside."""
+        self.matmuls.update((True, each) for each in _products.matmuls_inside(equation))
         if self.record is not None:
             self.record.as_recorded(equation, scope_path, IN_RULE)
         policy = self.config.scope_policy((*scope_path, _resolve.IN_CUSTOM_VJP))
         if policy.uses_fp8 and self.lists_calls:
             _products.explain_products_inside(self.config, equation, scope_path)
         return wrap(equation, _programs.bind(equation, env.recorded(equation, values)))
+
+    def uncast_text(self, name: str) -> str:
+        """Returns a warning of the function `name` if no matmul is cast; "" in `explain`."""
+        is_low = _core.is_16bit(self.config.policies.default.compute_dtype)
+        operands = [var for each in self.matmuls.values() for var in each.invars[:2]]
+        dtypes = {_programs.array_aval(var).dtype for var in operands}
+        if self.lists_calls or not is_low or False in self.matmuls or dtypes != {_core.FLOAT32}:
+            return ""
+        file, line = _programs.Lines().of([self.matmuls[True]])
+        where = f", as that in {os.path.basename(file)}, line {line}," if file else ""
+        return (
+            f"No matmul of {name} runs in 16 bits: all are inside a custom_vjp{where} and run in "
+            "the float32 in which they were traced. Solvers of diffrax are such functions. Apply "
+            "the recipe inside, to the function that multiplies: "
+            "y = jaxmp.autocast(fn, recipe)(params, x)."
+        )
 
     # -- jaxprs inside equations ------------------------------------------------------------
 

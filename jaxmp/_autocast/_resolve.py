@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextvars
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -97,8 +98,7 @@ class AutocastConfig:
         self.scaling = _scaling_of(policies)
         self.policies, self.ops = policies, ops
         self.by_path = bool(policies.rules)
-        self._scope_policies: dict[Path, ScopePolicy] = {}
-        self._categories: dict[str, str] = {}
+        self.scope_policy = functools.cache(self._scope_policy)
 
     @property
     def output_dtype(self) -> Any:
@@ -121,12 +121,8 @@ class AutocastConfig:
             name = "square"
         if name == "scatter" and _programs.sub_jaxprs(equation):
             return "opaque"  # `x.at[i].apply(f)`: f was traced for its dtypes
-        category = self._categories.get(name)
-        if category is None:
-            inner = name not in _programs.SCATTERS and _programs.sub_jaxprs(equation)
-            category = "opaque" if inner else self.ops.category(name)
-            self._categories[name] = category
-        return category
+        inner = name not in _programs.SCATTERS and _programs.sub_jaxprs(equation)
+        return "opaque" if inner else self.ops.category(name)
 
     def check_required(self, scope_paths: set[Path]) -> None:
         """Raises RuleError if a required rule matches none of the scopes."""
@@ -147,14 +143,8 @@ class AutocastConfig:
                 "`with jax.named_scope(...):`."
             ) from None
 
-    def scope_policy(self, scope_path: Path) -> ScopePolicy:
-        """Returns the resolved policy of scopes."""
-        policy = self._scope_policies.get(scope_path)
-        if policy is None:
-            policy = self._scope_policies[scope_path] = self._scope_policy(scope_path)
-        return policy
-
     def _scope_policy(self, scope_path: Path) -> ScopePolicy:
+        """Returns the resolved policy of scopes."""
         resolved = _resolve.resolve_first(
             self.policies, _programs.module_paths_of(_without_marks(scope_path))
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 import sysconfig
@@ -50,18 +51,12 @@ class Locations:
     """Locations of a program's equations, one for each name stack."""
 
     def __init__(self) -> None:
-        self._by_stack: dict[tuple[Location, str], Location] = {}
+        self._of_stack = functools.cache(self._make)
         self.names: dict[_jaxprs.Path, None] = {}
 
     def of(self, equation: _jaxprs.Equation, outer: Location) -> Location:
         """Returns the location of an equation inside an equation at `outer`."""
-        key = outer, str(equation.source_info.name_stack)
-        location = self._by_stack.get(key)
-        if location is None:
-            location = self._by_stack[key] = self._make(*key)
-            for length in range(len(location.names) + 1):
-                self.names[location.names[:length]] = None
-        return location
+        return self._of_stack(outer, str(equation.source_info.name_stack))
 
     def _make(self, outer: Location, stack: str) -> Location:
         phase = _jaxprs.phase_of(stack, outer.phase)
@@ -71,6 +66,7 @@ class Locations:
             # In a backward pass, the scopes of a recomputed region appear twice.
             short = outer.names + _jaxprs.collapsed(own)
             names = short if short in self.names else names
+        self.names |= {names[:length]: None for length in range(len(names) + 1)}
         return Location(names, phase, outer.differentiated or "jvp(" in stack)
 
 
@@ -97,7 +93,7 @@ class Lines:
     """Finds the line of the user's code that an equation comes from."""
 
     def __init__(self) -> None:
-        self._own: dict[str, bool] = {}
+        self.is_own = functools.cache(self._is_own)
         self._folders = tuple(_folders())
         self._standard = sysconfig.get_path("stdlib") + os.sep
 
@@ -123,19 +119,12 @@ class Lines:
 
     def first_own(self, frames: Iterable[tuple[str, int]]) -> tuple[str, int]:
         """Returns the first (file, line) of the user's code; `("", 0)` if there is none."""
-        for file, line in frames:
-            if self.is_own(file):
-                return file, line
-        return "", 0
+        return next((frame for frame in frames if self.is_own(frame[0])), ("", 0))
 
-    def is_own(self, file: str) -> bool:
+    def _is_own(self, file: str) -> bool:
         """Returns True for a file of the user's code."""
-        is_own = self._own.get(file)
-        if is_own is None:
-            standard = file.startswith(self._standard) and "-packages" + os.sep not in file
-            library = standard or file.startswith((*self._folders, "<frozen "))
-            is_own = self._own[file] = not library
-        return is_own
+        standard = file.startswith(self._standard) and "-packages" + os.sep not in file
+        return not (standard or file.startswith((*self._folders, "<frozen ")))
 
 
 def _folders() -> list[str]:
