@@ -38,7 +38,7 @@ ARITHMETIC = frozenset(("add", "add_any", "sub", "mul", "div", "rem", "atan2"))
 BOUNDED = frozenset(("tanh", "atan", "erf", "erfc", "logistic", "sqrt", "cbrt"))
 # Use of a matmul's result -> why it is not rounded.
 _WHY_WIDE = {
-    Use.SOFTMAX: "a softmax reads its result",
+    Use.SOFTMAX: "a softmax or another sum of exponentials reads its result",
     Use.ORDER: "a choice depends on its result",
     Use.LOSS: "a loss reads its result",
     Use.SOLVED: "a factorization or a solve reads its result",
