@@ -262,9 +262,8 @@ def decide(
     if name == "gather" and _core.is_16bit(values[0].dtype) and not _programs.is_unique(equation):
         # Its gradient sums all entries of an index. XLA fuses the casts with the gather.
         return Decision(_core.FLOAT32, priority, reason, values[0].dtype)
-    if category == "widest":
-        return Decision(common_dtype(values), priority, reason)
-    return Decision(None, priority, reason)
+    dtype = common_dtype(values) if category == "widest" else None
+    return Decision(dtype, priority, reason)
 
 
 def why_not_fp8(use: Use) -> str:

@@ -60,10 +60,9 @@ def multiply(
 
 def _transposes_lhs(equation: _compat.JaxprEqn) -> bool:
     """Returns True if the last dimension of the first operand is not summed, except of matrices."""
-    if not is_matmul(equation):
-        return False
     ranks = [_programs.array_aval(var).ndim for var in equation.invars]
-    return max(ranks) > 2 and ranks[0] - 1 not in _programs.dot_of(equation).contracted[0]
+    is_dot = is_matmul(equation) and max(ranks) > 2
+    return is_dot and ranks[0] - 1 not in _programs.dot_of(equation).contracted[0]
 
 
 def fp8_product(
