@@ -490,6 +490,15 @@ def test_a_sum_of_exponentials_is_a_softmax_only_if_a_quotient_follows():
     for fn, check in ((energy, "exp_16bit"), (share, "softmax_16bit")):
         assert check in checks(audit(jax.vmap(fn), rows))
     assert "softmax_16bit" not in checks(audit(jax.vmap(energy), rows))
+
+    def transported(cost):
+        kernel, start = jnp.exp(-cost), jnp.ones((4, 1), jnp.bfloat16)
+        step = lambda _, scales: 1 / (kernel @ scales)
+        return (jax.lax.fori_loop(0, 3, step, start) * kernel).astype(jnp.float32).sum()
+
+    # The gradient of a broadcast is a sum, too, and the loop of the backward pass reads it.
+    found = checks(audit(jax.grad(transported), shape(4, 4)))
+    assert "exp_16bit" in found and "softmax_16bit" not in found
     assert audit(jax.vmap(lambda row: jnp.exp(row.astype(jnp.float32)).sum()), rows).ok
 
 

@@ -228,6 +228,13 @@ def test_the_fixes_of_sums_of_segments(tmp_path):
     assert (error.check, error.line) == ("reduction_16bit", 7)
 
 
+def test_an_expression_has_one_code_for_all_of_its_operations(tmp_path):
+    body = ["a, b = x", "return jax.nn.logsumexp(a[:, None] + b[None]).astype(jnp.float32)"]
+    (error,) = jaxmp.audit(loaded(source_of(body), tmp_path), half()[:2]).errors
+    code = "jax.nn.logsumexp(a[:, None].astype(jnp.float32) + b[None])"
+    assert error.count == 2 and error.fix == f"Compute logsumexp in FP32:\n    {code}"
+
+
 def test_a_log_of_a_sum_of_masked_exponentials(tmp_path):
     body = ["e = jnp.exp(x) * (x > 1)", "return jnp.log(e.sum(-1)).astype(jnp.float32).mean()"]
     errors = fixed(body, tmp_path, half())

@@ -172,7 +172,7 @@ def test_the_head_of_a_model_needs_no_name():
     rows = jaxmp.explain(lambda p, x: cross_entropy(Head().apply(p, x)), "bf16")(params, X)
     assert [r.reason.partition("; ")[2] for r in rows.autocast.rows] == [
         "",
-        "FP32 result: a softmax reads its result",
+        "FP32 result: a softmax or another sum of exponentials reads its result",
     ]
 
 
@@ -183,7 +183,7 @@ def test_a_softmax_and_a_router_stay_out_of_fp8():
     assert [row.exclusion_reason for row in rows.fp8.rows] == [
         "",
         "",
-        "a softmax reads its result",
+        "a softmax or another sum of exponentials reads its result",
     ]
 
 
@@ -247,6 +247,8 @@ def test_xla_compiles_wide_results_on_a_cpu(order):
     assert jax.jit(vectors)(W, W).shape == (8, 32)
     transposed = autocast(lambda x, w: jax.nn.log_softmax((x @ w).T, 0), "bf16")
     assert jax.jit(transposed)(X, W).shape == (64, 8)
+    heads = autocast(lambda z, w: jax.nn.softmax(jnp.einsum("bhts,hg->bgts", z, w)), "bf16")
+    assert jax.jit(heads)(normal(8, 2, 4, 3, 3), normal(9, 4, 4)).shape == (2, 4, 3, 3)
 
 
 def test_a_loss_selects_values_in_fp32():

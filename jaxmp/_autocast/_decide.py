@@ -38,7 +38,7 @@ ARITHMETIC = frozenset(("add", "add_any", "sub", "mul", "div", "rem", "atan2"))
 BOUNDED = frozenset(("tanh", "atan", "erf", "erfc", "logistic", "sqrt", "cbrt"))
 # Use of a matmul's result -> why it is not rounded.
 _WHY_WIDE = {
-    Use.SOFTMAX: "a softmax reads its result",
+    Use.SOFTMAX: "a softmax or another sum of exponentials reads its result",
     Use.ORDER: "a choice depends on its result",
     Use.LOSS: "a loss reads its result",
     Use.SOLVED: "a factorization or a solve reads its result",
@@ -262,9 +262,8 @@ def decide(
     if name == "gather" and _core.is_16bit(values[0].dtype) and not _programs.is_unique(equation):
         # Its gradient sums all entries of an index. XLA fuses the casts with the gather.
         return Decision(_core.FLOAT32, priority, reason, values[0].dtype)
-    if category == "widest":
-        return Decision(common_dtype(values), priority, reason)
-    return Decision(None, priority, reason)
+    dtype = common_dtype(values) if category == "widest" else None
+    return Decision(dtype, priority, reason)
 
 
 def why_not_fp8(use: Use) -> str:

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
 
 import jax.numpy as jnp
-import numpy as np
 
 from jaxmp import _core, _programs
 from jaxmp._autocast._decide import Decision
@@ -149,12 +148,7 @@ class Recorder:
     def as_recorded(self, equation: JaxprEqn, scope_path: _programs.Path, reason: str) -> None:
         """Records the matmuls of an equation that runs in the dtypes in which it was traced."""
         if equation.primitive.name in _programs.MATMULS:
-            self._add(
-                equation,
-                scope_path,
-                [_programs.array_aval(var).dtype for var in equation.invars[:2]],
-                reason,
-            )
+            self._add(equation, scope_path, None, reason)
             return
         if equation.primitive.name in _KERNELS:
             self._notes[f"what is inside of {equation.primitive.name} is not counted"] = None
@@ -190,11 +184,7 @@ class Recorder:
         reason = decision.reason if in_fp8 is None else policy.reason
         if policy.uses_fp8 and in_fp8 is None and decision.result is not None:
             reason += "; not in FP8, see .fp8"
-        recorded = [(var.aval, _programs.array_aval(var).dtype) for var in equation.invars[:2]]
-        is_cast = lambda aval: dtype is not None and is_castable_aval(aval)
-        self._add(
-            equation, scope_path, [dtype if is_cast(a) else old for a, old in recorded], reason
-        )
+        self._add(equation, scope_path, dtype, reason)
 
     def _why_opaque(self, name: str) -> str:
         try:
@@ -203,17 +193,19 @@ class Recorder:
             return f"inside {name}, which the op table does not list"
         return f"inside {name}: {reason}"
 
-    def _add(
-        self, equation: JaxprEqn, scope_path: _programs.Path, dtypes: list[np.dtype], reason: str
-    ) -> None:
+    def _add(self, equation: JaxprEqn, scope_path: _programs.Path, dtype: Any, reason: str) -> None:
+        """Adds a matmul, whose operands are cast to `dtype`; None: they keep their dtypes."""
         product = _programs.matmul_of(equation)
+        lhs, rhs = (_programs.array_aval(var) for var in equation.invars[:2])
+        is_cast = lambda aval: dtype is not None and is_castable_aval(aval)
+        dtypes = [dtype if is_cast(aval) else aval.dtype for aval in (lhs, rhs)]
         file, line = self._lines.of((equation, *self._enclosing))
         shown = list(dict.fromkeys(jnp.dtype(dtype).name for dtype in dtypes))
         row = AutocastDecision(
             path=path_of(scope_path),
             phase=_programs.phase_of(str(equation.source_info.name_stack), self._phase),
             primitive=equation.primitive.name,
-            shapes=tuple(tuple(var.aval.shape) for var in equation.invars[:2]),  # type: ignore
+            shapes=(lhs.shape, rhs.shape),
             dtype=" x ".join(shown),
             reason=reason,
             file=file,

@@ -50,18 +50,20 @@ def multiply(
 
     def matmul(*operands: Array, preferred_element_type: DTypeLike = dtype) -> Array:
         product = lambda *arrays, **dtypes: _programs.bind(equation, list(arrays), **dtypes)
-        # XLA's CPU compiler has no kernel for all such gradients of weights.
-        if preferred_element_type != dtype and _compat.target() == "cpu" and _is_of_rows(equation):
+        # XLA's CPU compiler has no kernel for some of these.
+        is_wide = preferred_element_type != dtype
+        if is_wide and _compat.target() == "cpu" and _transposes_lhs(equation):
             return _core.widened_product(product, *operands)
         return product(*operands, preferred_element_type=preferred_element_type)
 
     return _core.wide_product(matmul, arrays[0], arrays[1], wide, *arrays[2:])
 
 
-def _is_of_rows(equation: _compat.JaxprEqn) -> bool:
-    """Returns True for the gradient of the weight of a layer, if its inputs have several rows."""
-    rows = _programs.dot_of(equation).contracted[0] if is_matmul(equation) else ()
-    return len(rows) > 1 and _programs.array_aval(equation.invars[0]).ndim - 1 not in rows
+def _transposes_lhs(equation: _compat.JaxprEqn) -> bool:
+    """Returns True if the last dimension of the first operand is not summed, except of matrices."""
+    ranks = [_programs.array_aval(var).ndim for var in equation.invars]
+    is_dot = is_matmul(equation) and max(ranks) > 2
+    return is_dot and ranks[0] - 1 not in _programs.dot_of(equation).contracted[0]
 
 
 def fp8_product(

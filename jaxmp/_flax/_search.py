@@ -311,7 +311,7 @@ def _reason(use: _programs.Use) -> str:
     """Returns why a value is not rounded; "" if it is."""
     reasons = {
         _programs.Use.ORDER: "argmax, top-k or a sort compares its results",
-        _programs.Use.SOFTMAX: "a softmax reads its results",
+        _programs.Use.SOFTMAX: "a softmax or another sum of exponentials reads its results",
         _programs.Use.LOSS: "a loss reads its results",
     }
     if use == _programs.Use.RESULT:

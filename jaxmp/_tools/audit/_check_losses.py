@@ -195,7 +195,7 @@ ROUNDED_OUTPUT = Check(
     fix="jnp.matmul(x, w, preferred_element_type=jnp.float32)",
 )
 
-_SOFTMAX_READS = "; a softmax, log-softmax or log-sum-exp is computed from it"
+_SOFTMAX_READS = "; exponentials of it are summed, as in a softmax or a log-sum-exp"
 _KEEPS_ERROR = _programs.EXACT | _checks.LAYOUT | _checks.named("add mul div tanh")
 _CAST_ERROR = _KEEPS_ERROR | _checks.named("cumsum sqrt")
 # Dtype -> the distance between its numbers from 256 to 512.

@@ -126,7 +126,8 @@ def _role_of_exponential(op: _checks.OpOccurrence) -> str:
         return ""
     if op.name in ("exp", "exp2"):
         readers = _reads(op.equation, op.body, _checks.LAYOUT | _WEIGHTS)
-        sums = [reader for reader in readers if reader.primitive.name in _SUMS]
+        # The backward pass also sums what was broadcast.
+        sums = [e for e in readers if e.primitive.name in _SUMS and _origins.is_forward(e)]
         after = (e.primitive.name for total in sums for e in _reads(total, op.body))
         if "log" in after:
             return "log-sum-exp"

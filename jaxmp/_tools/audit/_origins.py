@@ -293,7 +293,7 @@ def shapes_by_source(body: _programs.Body) -> dict[tuple[Any, str, Any], set[tup
     """Returns the shapes of the results in the forward pass of a jaxpr, by their source."""
     shapes = defaultdict(set)
     for equation in _programs.equations(body.jaxpr, inside=False):
-        if equation.outvars and _is_forward(equation):
+        if equation.outvars and is_forward(equation):
             shapes[call_and_type(equation)].add(getattr(equation.outvars[0].aval, "shape", ()))
     return shapes
 
@@ -320,7 +320,7 @@ def _is_read_exactly(op: OpOccurrence, function: str) -> bool:
             if name in _programs.MATMULS:
                 return False
             is_own = _programs.call_site(reader) == site
-            if not is_own and _is_forward(reader):
+            if not is_own and is_forward(reader):
                 names.add(name)
             # A loss sums or averages what it reads.
             if is_own or (name in _ELEMENTWISE - exact) or name in _programs.CALLS:
@@ -356,7 +356,7 @@ def _is_widened(op: OpOccurrence) -> bool:
         if None in consumers:
             return False
         readers = [
-            op.sibling(e) for e in consumers if _is_forward(e) and _programs.call_site(e) != site
+            op.sibling(e) for e in consumers if is_forward(e) and _programs.call_site(e) != site
         ]
         if not readers:
             return False
@@ -470,5 +470,6 @@ def _is_computed(var: _programs.Atom, body: _programs.Body) -> bool:
     return _is_rounding(maker) or maker.primitive.name == "iota" or _is_elementwise(maker)
 
 
-def _is_forward(equation: _programs.Equation) -> bool:
+def is_forward(equation: _programs.Equation) -> bool:
+    """Returns False for an equation of a backward pass."""
     return _programs.phase_of(str(equation.source_info.name_stack)) == _programs.FORWARD

@@ -41,6 +41,7 @@ def text_of(file: str, line: int) -> str:
 
 
 IN_FP32 = ".astype(jnp.float32)"
+IN_16_BITS = (".astype(jnp.bfloat16)", ".astype(jnp.float16)")
 _SENTENCE_AND_CODE = re.compile(r"^\S.*\n    .*\n?", re.MULTILINE)
 # Lines of code of one fix.
 _MOST_CODES = 6

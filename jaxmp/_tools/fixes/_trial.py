@@ -19,7 +19,7 @@ from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, 
 from typing import NamedTuple
 
 from jaxmp._core import _compat
-from jaxmp._tools.fixes._source import Edit, codes_of, with_inner
+from jaxmp._tools.fixes._source import IN_16_BITS, Edit, codes_of, with_inner
 
 WORKS, FAILS, NOT_TRIED = "works", "fails", "not tried"
 # Traces with single fixes, if some of them fail together.
@@ -52,14 +52,15 @@ def unified(fix: str, file: str, line: int, edits: Iterable[Edit]) -> tuple[str,
     chosen = [edit for edit in edits if edit.code in code and is_here(edit)]
     if not code or not code <= {edit.code for edit in chosen}:
         return fix, None
+    is_code = lambda e, edit: e in chosen or edit.code.startswith(e.code)
+    shortest = lambda e: (e.code.endswith(IN_16_BITS), len(e.code), not e.other)
     best = {
-        edit: min(
-            (e for e in edits if e[:5] == edit[:5] and edit.code.startswith(e.code)),
-            key=lambda e: (len(e.code), not e.other),
-        )
+        edit: min((e for e in edits if e[:5] == edit[:5] and is_code(e, edit)), key=shortest)
         for edit in chosen
     }
     for edit, other in best.items():
+        if other in chosen and other.code != edit.code:
+            fix = _without(fix, edit.code)
         fix = fix.replace(f"    {edit.code}", f"    {other.code}")
     return _nested(fix, sorted(set(best.values()), key=lambda e: (-len(e.old), e)))
 
