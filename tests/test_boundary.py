@@ -460,8 +460,8 @@ class LogDeterminant(nn.Module):
 
 
 class Spectrum(nnx.Module):
-    def __call__(self, x):
-        return jnp.abs(jnp.fft.rfft(x))
+    def __call__(self, signal):
+        return jnp.abs(jnp.fft.rfft(signal))
 
 
 def test_an_operation_without_a_16_bit_form_is_named_and_the_fixes_work():
@@ -477,7 +477,7 @@ def test_an_operation_without_a_16_bit_form_is_named_and_the_fixes_work():
     (note,) = (note for note in caught.value.__notes__ if note.startswith("jaxmp: "))
     assert "JAX has no 16-bit form of the operation" in note
     rule = eval(note[note.rindex("Rule(") :].rstrip("."), {"Rule": jaxmp.Rule})
-    assert rule.keep_inputs == ("x",)
+    assert rule.keep_inputs == ("signal",)
     jaxmp.load_recipe(jaxmp.PolicyMap(BF16, [rule])).wrap(Spectrum())(x)
 
 

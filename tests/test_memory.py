@@ -274,7 +274,7 @@ def test_it_says_whether_the_step_fits():
     assert tpu.usable == tpu.memory
     with pytest.raises(TargetError, match="exact=True, target='h200'"):
         jaxmp.estimate_memory(step, params, x, exact=True)
-    with pytest.raises(TargetError, match="no program can be compiled for 'v100': "):
+    with pytest.raises(TargetError, match=r"for 'v100': .* leave out exact=True"):
         jaxmp.estimate_memory(step, params, x, target="v100", exact=True)
 
 

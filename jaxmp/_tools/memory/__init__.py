@@ -259,7 +259,10 @@ def _check_compiled(chip: _core.Target | None, exact: bool | None) -> _core.Targ
     if chip is None:
         raise TargetError("no chip is named. Write exact=True, target='h200'.")
     if chip.uncompiled:
-        raise TargetError(f"no program can be compiled for {chip.name!r}: {chip.uncompiled}.")
+        raise TargetError(
+            f"no program can be compiled for {chip.name!r}: {chip.uncompiled}. For an estimate, "
+            "leave out exact=True (--exact)."
+        )
     if chip.platform == "tpu" and not exact:
         raise TargetError("it takes minutes for a TPU, and requires exact=True (--exact).")
     _compile.check_compiler(chip)
