@@ -1139,6 +1139,13 @@ MUTATIONS = [
         ("test_search.py::test_numbers_fields_functions_and_attributes_choose_a_head",),
     ),
     Mutation(
+        "a rule for a class is judged by a call that does not enter all modules",
+        "jaxmp/_flax/_search.py",
+        "if not each.module_type or above <= called.keys()]",
+        "]",
+        ("test_linen.py::test_a_rule_may_match_a_module_that_a_call_does_not_enter",),
+    ),
+    Mutation(
         "a model that cannot be traced is not reported",
         "jaxmp/_flax/_search.py",
         "            messages.append(self._failure)\n",
