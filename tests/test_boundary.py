@@ -553,3 +553,12 @@ def test_unbound_submodules_keep_their_policy(called):
         out = Taker(part).apply({"params": {"part": own["params"]}}, x)
         np.testing.assert_array_equal(out, expected)
     assert jaxmp.load_recipe("fp32").wrap(part).apply(own, x).dtype == jnp.float32
+
+
+def test_a_call_of_the_whole_model_judges_rules_after_that_of_a_part():
+    x = jnp.ones((2, 4))
+    rules = jaxmp.PolicyMap(BF16, [jaxmp.Rule("heads_2", "c=f32")])
+    variables, model = Parts().init(jax.random.key(0), x), jaxmp.load_recipe(rules).wrap(Parts())
+    model.bind(variables).encoder(x)
+    with pytest.warns(jaxmp.errors.RecipeWarning, match=r"'heads_2'.* matched nothing"):
+        model.apply(variables, x)

@@ -246,7 +246,8 @@ def _decisions_of(
         arrays = variables, rngs, *copied_arguments((args, kwargs))
         return run, arrays, variables
 
-    key = type(module)._jaxmp_class, root.policies, root.origin
+    path = root.origin + module.scope.path[len(root.path) :]
+    key = type(module)._jaxmp_class, root.policies, path
     search = module.__dict__["_jaxmp_search"]
     return search.of_call(key, function, (args, kwargs), prepare)
 

@@ -44,8 +44,9 @@ class ModelSearch:
     """Findings of the calls of one model. Copies of it share them; a pickled one begins anew."""
 
     def __init__(self) -> None:
-        # Method, and shapes of its arguments -> labels of values -> why they are not rounded.
-        self._labels: dict[Hashable, dict[str, str]] = {}
+        # Path in the model, method, and shapes of its arguments -> labels of values -> why they are
+        # not rounded.
+        self._labels: dict[tuple[Any, ...], dict[str, str]] = {}
         # The same keys -> number of searches that failed.
         self._failed: Counter[Hashable] = Counter()
         # Why the last search failed, and True if a warning has shown it.
@@ -91,7 +92,8 @@ class ModelSearch:
             self._failure = ""
             # Only a call of the whole model shows that no layer uses FP8; `explain` lists them.
             is_whole = name.endswith("__call__") and not _explain.is_recording()
-            labels = self._search(key, prepare, is_first=not self._labels, is_whole=is_whole)
+            is_first = all(path for path, *_ in self._labels)
+            labels = self._search(key, prepare, is_first=is_first, is_whole=is_whole)
             if labels is None:
                 # The call itself will raise, or it cannot be searched. If it is repeated, it may
                 # succeed with other variables, or with the RNG that was missing.
