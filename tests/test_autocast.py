@@ -16,6 +16,7 @@ from arrays import floats
 from grids import EXPENSIVE, REST, fast_cases
 from jaxmp import PolicyMap, Rule, autocast, full_precision
 from jaxmp.errors import OpError, PolicyError, RecipeWarning, RuleError
+from jaxmp.losses import linear_cross_entropy
 from models import BUILDS, MIXED, SECOND, NNXBuild, fill
 from programs import (
     dtypes,
@@ -598,6 +599,10 @@ def test_a_function_with_all_matmuls_in_a_custom_vjp_warns():
     (warning,) = caught
     assert "No matmul of autocast(<lambda>, ...) runs in 16 bits" in str(warning.message)
     assert "test_autocast.py, line" in str(warning.message)
+    head = lambda w, x: linear_cross_entropy(x, w, jnp.zeros(len(x), jnp.int32)).mean()
+    with pytest.warns(RecipeWarning, match=r"Cast the arguments .* x\.astype\('bfloat16'\)"):
+        jax.eval_shape(autocast(head, MIXED), W, X)
+    jax.eval_shape(autocast(lambda w, x: head(w, x.astype("bfloat16")), MIXED), W, X)
     # No warning if another matmul is cast, and in FP32.
     jax.eval_shape(autocast(lambda w, x: implicit(w / 4, x @ w), MIXED), W, X)
     jax.eval_shape(autocast(loss, "fp32"), W, X)

@@ -59,8 +59,9 @@ class Autocast(_programs.InPlace):
         self.inside: dict[int, tuple[Any, dict[tuple[str, ...], None]]] = {}
         # Scopes of all equations, for `AutocastConfig.check_required`.
         self.seen: set[tuple[str, ...]] = set()
-        # A matmul inside a `custom_vjp` (True), and one that is cast (False).
-        self.matmuls: dict[bool, JaxprEqn] = {}
+        # The last matmul inside a `custom_vjp`; and True if a matmul elsewhere is cast.
+        self.matmul_as_written: JaxprEqn | None = None
+        self.casts_matmul = False
 
     def function(self, closed: ClosedJaxpr, args: list[Array]) -> list[Array]:
         """Runs the whole function.
@@ -184,7 +185,7 @@ class Autocast(_programs.InPlace):
         else:
             arrays = [env.cast(value, decision.dtype) for value in values]
         if decision.result is not None:
-            self.matmuls[False] = equation
+            self.casts_matmul = True
             out = _products.multiply(equation, arrays, decision, policy, in_fp8)
         else:
             out = _programs.bind(equation, arrays)
@@ -197,7 +198,8 @@ class Autocast(_programs.InPlace):
         self, equation: JaxprEqn, env: Environment, values: list[Value], scope_path: _programs.Path
     ) -> list[Value]:
         """Runs an equation in its recorded dtypes, and records the matmuls inside."""
-        self.matmuls.update((True, each) for each in _products.matmuls_inside(equation))
+        for matmul in _products.matmuls_inside(equation):
+            self.matmul_as_written = matmul
         if self.record is not None:
             self.record.as_recorded(equation, scope_path, IN_RULE)
         policy = self.config.scope_policy((*scope_path, _resolve.IN_CUSTOM_VJP))
@@ -207,18 +209,23 @@ class Autocast(_programs.InPlace):
 
     def uncast_text(self, name: str) -> str:
         """Returns a warning of the function `name` if no matmul is cast; "" in `explain`."""
-        is_low = _core.is_16bit(self.config.policies.default.compute_dtype)
-        operands = [var for each in self.matmuls.values() for var in each.invars[:2]]
-        dtypes = {_programs.array_aval(var).dtype for var in operands}
-        if self.lists_calls or not is_low or False in self.matmuls or dtypes != {_core.FLOAT32}:
+        matmul = self.matmul_as_written
+        dtype = self.config.policies.default.compute_dtype
+        if self.lists_calls or not _core.is_16bit(dtype) or self.casts_matmul or matmul is None:
             return ""
-        file, line = _programs.Lines().of([self.matmuls[True]])
-        where = f", as that in {os.path.basename(file)}, line {line}," if file else ""
+        if any(_programs.array_aval(var).dtype != _core.FLOAT32 for var in matmul.invars[:2]):
+            return ""
+        file, line = _programs.Lines().of([matmul])
+        where, fix = "", f"Cast the arguments of that function: x.astype({dtype.name!r})."
+        if file:
+            where = f", as that in {os.path.basename(file)}, line {line},"
+            fix = (
+                "Solvers of diffrax are such functions. Apply the recipe inside, to the function "
+                "that multiplies: y = jaxmp.autocast(fn, recipe)(params, x)."
+            )
         return (
-            f"No matmul of {name} runs in 16 bits: all are inside a custom_vjp{where} and run in "
-            "the float32 in which they were traced. Solvers of diffrax are such functions. Apply "
-            "the recipe inside, to the function that multiplies: "
-            "y = jaxmp.autocast(fn, recipe)(params, x)."
+            f"No matmul of {name} runs in 16 bits: those inside a custom_vjp{where} run in the "
+            f"float32 in which they were traced. {fix}"
         )
 
     # -- jaxprs inside equations ------------------------------------------------------------
