@@ -297,7 +297,8 @@ def make_step(name: str, example: str, *argument: object, least: int = 1) -> tup
     argument = argument if required or (parameters and argument != (None,)) else ()
     if missing := ", ".join(required[len(argument) :]):
         raise JaxmpError(
-            f"{name} takes {missing}, which is not passed. Use a default, or write\n    {example}"
+            f"{name} requires {missing}, for which no value is passed. Write a default, or\n"
+            f"    {example}"
         )
     made = call(f"{name}()", lambda: make(*argument))
     if not isinstance(made, (tuple, list)) or len(made) < least or not callable(made[0]):
