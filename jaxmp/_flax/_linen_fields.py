@@ -155,10 +155,9 @@ def _dot_fields(module: nn.Module, module_policy: ModulePolicy) -> dict[str, Any
     traits = module_policy.traits
     assert traits.dot is not None
     name = traits.dot.name
-    default = next(field.default for field in dataclasses.fields(module) if field.name == name)
+    value, own = vars(module)[name], (_fp8_layers.LayerDot, _fp8_layers.LayerEinsum)
     # A clone, such as `nn.remat` makes, has the dot of its original, but another state.
-    own = _fp8_layers.LayerDot, _fp8_layers.LayerEinsum
-    is_default = vars(module)[name] is default or isinstance(vars(module)[name], own)
+    is_default = value is _default_of(type(module), name) or isinstance(value, own)
     fields = dot_changes(
         vars(module), traits, module_policy.resolved, promote_dtype, is_default=is_default
     )
@@ -166,6 +165,12 @@ def _dot_fields(module: nn.Module, module_policy: ModulePolicy) -> dict[str, Any
         state = functools.partial(_fp8_layers.read_linen_state, weakref.ref(module), dot.scaling)
         fields[name] = dataclasses.replace(dot, state=state)
     return fields
+
+
+@functools.cache
+def _default_of(cls: type[nn.Module], name: str) -> Any:
+    """Returns the default value of a field."""
+    return next(field.default for field in dataclasses.fields(cls) if field.name == name)
 
 
 # ---------------------------------------------------------------------------
