@@ -993,8 +993,8 @@ MUTATIONS = [
     Mutation(
         "arguments of a loss that is a method are cast",
         "jaxmp/_flax/_casts.py",
-        "        return method in names or _is_method_of_flax(self.cls, method)\n",
-        "        return True\n",
+        "        is_forward=is_named or is_of_flax,\n",
+        "        is_forward=True,\n",
         (
             "test_methods.py::test_a_loss_that_is_a_method_receives_its_targets_in_float32",
             "test_methods.py::test_an_agent_whose_step_is_a_method_trains",
@@ -1010,22 +1010,22 @@ MUTATIONS = [
     Mutation(
         "methods such as training steps read parameters in 16 bits",
         "jaxmp/_flax/_nnx_subclass.py",
-        "policies if frame.is_forward and not active else",
-        "policies if not active else",
+        "is_entered = under_policy.is_forward and not is_active",
+        "is_entered = not is_active",
         ("test_methods.py::test_own_parameters_are_cast_in_the_forward_pass_only",),
     ),
     Mutation(
         "the cast at a module boundary overflows",
         "jaxmp/_flax/_method_call.py",
-        "    return leaf if is_number else _core.saturating_cast(leaf, dtype)",
-        "    return leaf if is_number else cast(leaf, dtype)",
+        "new = _core.saturating_cast(leaf, dtype)",
+        "new = _core.cast(leaf, dtype)",
         ("test_boundary.py::test_rows_that_a_finite_mask_hides_stay_finite",),
     ),
     Mutation(
         "keep_inputs is ignored",
         "jaxmp/_flax/_method_call.py",
-        "argument(value, index < carried, index in kept.positions)",
-        "argument(value, index < carried, False)",
+        "if key in method.kept or key in method.carried:",
+        "if key in method.carried:",
         ("test_inputs.py::test_kept_arguments_are_not_cast_however_they_are_passed",),
     ),
     Mutation(
@@ -1054,9 +1054,9 @@ MUTATIONS = [
     ),
     Mutation(
         "the carry of a recurrent cell is cast",
-        "jaxmp/_flax/_method_call.py",
-        '        carried, carry = 1, "carry"\n',
-        '        carried, carry = 0, ""\n',
+        "jaxmp/_flax/_casts.py",
+        '        carried = 0, "carry"\n',
+        "        carried = ()\n",
         ("test_linen.py::test_a_cells_carry_is_not_rounded",),
     ),
     Mutation(

@@ -473,6 +473,24 @@ def test_resolving_a_module_takes_few_steps():
     assert functions_entered(resolve) == {"resolve_policy"}
 
 
+class TwoLayers(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return nn.Dense(4)(nn.Dense(8)(x))
+
+
+def test_a_second_call_of_a_model_takes_few_steps():
+    """It used to enter 99 functions of this package in Linen, and 96 in NNX."""
+    recipe, x = jaxmp.load_recipe("bf16"), jnp.ones((2, 4))
+    model, rngs = recipe.wrap(TwoLayers()), nnx.Rngs(0)
+    variables = model.init(jax.random.key(0), x)
+    layers = nnx.Linear(4, 8, rngs=rngs), nnx.Linear(8, 4, rngs=rngs)
+    of_nnx = recipe.wrap(nnx.Sequential(*layers))
+    for call, most in ((lambda: model.apply(variables, x), 90), (lambda: of_nnx(x), 79)):
+        call()
+        assert 40 < len(functions_entered(call)) <= most
+
+
 @pytest.mark.parametrize(
     ("text", "most"),
     [

@@ -21,6 +21,26 @@ from jaxmp._policies import _device, _load, _patterns, _policy, _resolve
 # ---------------------------------------------------------------------------
 
 
+@dataclasses.dataclass(frozen=True)
+class Method:
+    """Method of a module under a policy: all that does not depend on the call.
+
+    Attributes:
+      name: of the method.
+      is_forward: its arguments and results are cast.
+      kept: positions and names of the arguments that are not cast.
+      carried: those of recurrent state, which keeps its dtypes.
+      is_dot: it is the method by which Flax, or a registered class, multiplies by the kernel or the
+        table of a layer. One that a user overrides may multiply by the kernel itself.
+    """
+
+    name: str
+    is_forward: bool
+    kept: frozenset[int | str]
+    carried: frozenset[int | str]
+    is_dot: bool
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class ModulePolicy:
     """Resolved policy of a Flax module, with the traits of its class.
@@ -32,6 +52,7 @@ class ModulePolicy:
       traits: traits of its class.
       cls: its class.
       policies: the policies that were resolved.
+      outputs: number of outputs of a linear layer; None for other modules.
       policy: the policy of the module.
       upcast_dtype: FP32 if the policy computes in 16 bits, otherwise the compute dtype.
       input_dtype: dtype of the inputs. Norms compute their statistics in FP32, and so is the sum of
@@ -43,10 +64,29 @@ class ModulePolicy:
     traits: LayerTraits
     cls: type
     policies: _load.PolicyMap
+    outputs: int | None
     policy: _policy.Policy
     upcast_dtype: np.dtype
     input_dtype: np.dtype
     field_dtype: np.dtype
+    _methods: dict[str, Method] = dataclasses.field(default_factory=dict, repr=False)
+
+    def method(self, name: str) -> Method:
+        """Returns the properties of a method."""
+        if name not in self._methods:
+            self._methods[name] = _method_of(self, name)
+        return self._methods[name]
+
+    @functools.cached_property
+    def is_wide(self) -> bool:
+        """True if the module computes in more than 16 bits."""
+        return _core.bits(self.policy.compute_dtype) > 16
+
+    @functools.cached_property
+    def decision(self) -> ModulePolicy:
+        """The policy of a linear layer whose result is not rounded."""
+        path, layer = self.resolved.path, (self.cls, self.traits, self.outputs)
+        return resolve_module(self.policies, path, *layer, is_decision=True)
 
     def param_dtype(self, name: str) -> np.dtype:
         """Returns the dtype in which the module reads a parameter."""
@@ -61,29 +101,32 @@ class ModulePolicy:
         path = f"{self.resolved.path}:{name}"
         return _resolve.resolve_policy(self.policies, path, self.cls).policy.compute_dtype
 
-    def is_forward(self, method: str) -> bool:
-        """Returns True if the arguments and results of a method are cast.
 
-        These are `__call__`, the methods in `forward_methods`, and those that Flax's layers define.
-        """
-        names = "__call__", *self.policy.forward_methods
-        return method in names or _is_method_of_flax(self.cls, method)
-
-    def kept(self, method: str) -> _patterns.Kept:
-        """Returns the arguments of a method that are not cast."""
-        names = self.policy.keep_inputs
-        return _patterns.kept_inputs(self.cls, method, names) if names else _patterns.NOTHING_KEPT
-
-
-@functools.cache
-def _is_method_of_flax(cls: type, method: str) -> bool:
-    bases = author_class(cls).__mro__
-    return is_flax(next((base for base in bases if method in vars(base)), None))
+def _method_of(module_policy: ModulePolicy, name: str) -> Method:
+    traits, policy = module_policy.traits, module_policy.policy
+    cls = author_class(module_policy.cls)
+    is_of_flax = is_flax(next((base for base in cls.__mro__ if name in vars(base)), None))
+    is_named = name in ("__call__", *policy.forward_methods)
+    names, carried = policy.keep_inputs, ()
+    if traits.is_cell and name == "__call__":
+        carried = 0, "carry"
+    elif traits.is_rnn:
+        carried = ("initial_carry",)
+    has_dot = bool(traits.kernel or traits.embedding) and not traits.is_convolution
+    is_dot = has_dot and name == ("attend" if traits.embedding else "__call__")
+    owner = traits.registered or traits.layer
+    return Method(
+        name=name,
+        is_forward=is_named or is_of_flax,
+        kept=_patterns.kept_inputs(module_policy.cls, name, names) if names else frozenset(),
+        carried=frozenset(carried),
+        is_dot=is_dot and getattr(cls, name) is getattr(owner, name, None),
+    )
 
 
 def resolve_module(
     policies: _load.PolicyMap,
-    path: tuple[str, ...],
+    path: str | tuple[str, ...],
     cls: type,
     traits: LayerTraits,
     outputs: int | None = None,
@@ -108,6 +151,7 @@ def resolve_module(
         traits=traits,
         cls=cls,
         policies=policies,
+        outputs=outputs,
         policy=resolved.policy,
         upcast_dtype=upcast_dtype,
         input_dtype=upcast_dtype if traits.is_norm else compute_dtype,
@@ -241,15 +285,16 @@ def widen_outputs(
     return cast_tree(out, resolved.output_dtype, is_leaf, widen)
 
 
-def split_carry(
+def cast_beside_carry(
     traits: LayerTraits,
     module: Any,
     method: str,
     out: PyTree,
     incoming: tuple[tuple[Any, ...], dict[str, Any]],
-    lifted: str = "",
-) -> tuple[PyTree, Callable[[PyTree], PyTree]]:
-    """Separates the carry of a recurrent module from its result.
+    lifted: str,
+    cast: Callable[[PyTree], PyTree],
+) -> PyTree:
+    """Casts the results of a recurrent module, except its carry.
 
     A loop requires that its carry keeps its dtypes, and a recurrent state keeps its precision.
 
@@ -260,22 +305,18 @@ def split_carry(
       out: its result.
       incoming: its arguments before any cast.
       lifted: the transformation of Linen whose body is called, such as "scan(block)".
-
-    Returns:
-      The part of the result to cast; and the function that adds the carry, in its incoming dtypes.
+      cast: casts the other results.
     """
     args, kwargs = incoming
     if "while_loop(" in lifted and args:
-        carry = cast_like(out, args[0])
-        return (), lambda _: carry
+        return cast_like(out, args[0])
     if type(out) is not tuple or len(out) != 2:
-        return out, lambda result: result
+        return cast(out)
     if "scan(" in lifted or (traits.is_cell and method == "__call__"):
-        carry = cast_like(out[0], args[0] if args else kwargs.get("carry"))
-        return out[1], lambda result: (carry, result)
+        return cast_like(out[0], args[0] if args else kwargs.get("carry")), cast(out[1])
     if traits.is_rnn and _returns_carry(module, kwargs):
-        return out[1], lambda result: (out[0], result)
-    return out, lambda result: result
+        return out[0], cast(out[1])
+    return cast(out)
 
 
 def _returns_carry(module: Any, kwargs: dict[str, Any]) -> bool:

@@ -5,11 +5,9 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeGuard
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -116,6 +114,11 @@ class LayerEinsum(_LayerFunction):
         return self._multiply(product, in_fp8, (lhs, rhs), preferred_element_type, sizes)
 
 
+def is_stateful(value: object) -> TypeGuard[LayerDot | LayerEinsum]:
+    """Returns True for an FP8 dot that reads and writes a state."""
+    return isinstance(value, _LayerFunction) and value.scaling.is_stateful
+
+
 def einsum_sizes(
     equation: str, ndim: int | None, kernel_shape: tuple[int, ...]
 ) -> tuple[int, int, str]:
@@ -189,21 +192,13 @@ def _keeps_kernel(compute_dtype: DTypeLike, kernel_dtype: DTypeLike) -> bool:
 # ---------------------------------------------------------------------------
 
 
-def linen_dot(
-    dot: type[LayerDot] | type[LayerEinsum],
-    module: nn.Module,
-    scaling: _scaling.Scaling,
-    wide: DTypeLike | None,
-    path: str,
-    is_resting: bool,
-) -> LayerDot | LayerEinsum:
-    """Returns the FP8 dot of a Linen layer. It reads the layer's state when it is called."""
-    state = functools.partial(_read_state, weakref.ref(module), scaling)
-    return dot(scaling, wide, path, state if scaling.is_stateful else None, is_resting)
+def read_linen_state(ref: Callable[[], Any], scaling: _scaling.Scaling) -> dict[str, jax.Array]:
+    """Returns the FP8 state of one Linen layer; its gradient is its next value.
 
-
-def _read_state(ref: Callable[[], Any], scaling: _scaling.Scaling) -> dict[str, jax.Array]:
-    """Returns the FP8 state of one layer; its gradient is its next value."""
+    Args:
+      ref: a weak reference to the layer.
+      scaling: that of its dot.
+    """
     module = ref()
     names = {name: f"{_state.PREFIX}{name}" for name in _state.NAMES}
     if not all(module.has_variable(OVERWRITE, name) for name in names.values()):

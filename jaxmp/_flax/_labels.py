@@ -6,7 +6,6 @@ search returned select the values that are not rounded.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -16,7 +15,6 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxmp import _core, _programs
 from jaxmp._core import PyTree, _compat
 from jaxmp._flax._casts import IsLeaf, ModulePolicy
-from jaxmp._flax._layer_table import LayerTraits, author_class
 from jaxmp._programs import Form, Frame
 
 
@@ -42,6 +40,21 @@ class Labeling:
         # Labels of the results of linear layers.
         self.layers: set[str] = set()
 
+    def note_module(self, module_policy: ModulePolicy, method: str, *, is_forward: bool) -> None:
+        """Records a call of a module."""
+        traits, dtype = module_policy.traits, module_policy.policy.compute_dtype
+        # Those of Flax's layers that do not are meant to be in FP32.
+        is_fp32 = traits.is_norm or traits.upcasts_params or traits.dtype
+        is_low = _core.is_16bit(dtype) and not is_fp32
+        module = CalledModule(module_policy.cls, "" if is_forward else method, is_low)
+        self.modules[module_policy.resolved.path] = module
+
+
+def labeling() -> Labeling | None:
+    """Returns the labeling of the search that traces the model; None in other calls."""
+    decisions = _compat.current_context().decisions
+    return decisions if isinstance(decisions, Labeling) else None
+
 
 ARGUMENT, RESULT = "argument", "result"
 PREFIX = "jaxmp "
@@ -52,20 +65,14 @@ def label_owner(path: str, method: str, kind: str) -> str:
     return f"{PREFIX}{path}.{method} {kind} "
 
 
-def labeled(
-    module_policy: ModulePolicy, method: str, kind: str, tree: PyTree, is_leaf: IsLeaf
-) -> PyTree:
+def labeled(owner: str, tree: PyTree, is_leaf: IsLeaf) -> PyTree:
     """Labels the floating arrays of arguments or results while a model is searched.
 
     Args:
-      module_policy, method: of the module.
-      kind: `ARGUMENT` or `RESULT`.
+      owner: from `label_owner`.
       tree: the arguments or results.
       is_leaf: as in `jax.tree.map`.
     """
-    if not isinstance(_compat.current_context().decisions, Labeling):
-        return tree
-    owner = label_owner(module_policy.resolved.path, method, kind)
     leaves, structure = jax.tree.flatten(tree, is_leaf=is_leaf)
     is_floating = lambda x: isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jnp.floating)
     return structure.unflatten(
@@ -74,49 +81,25 @@ def labeled(
     )
 
 
-def unrounded(
-    module_policy: ModulePolicy, method: str, kind: str, tree: PyTree, is_leaf: IsLeaf
-) -> frozenset[int]:
+def unrounded(owner: str, tree: PyTree, is_leaf: IsLeaf) -> frozenset[int]:
     """Returns the ids of the arrays that are not rounded; arguments as in `labeled`."""
     decisions: Any = _compat.current_context().decisions
     if not decisions or isinstance(decisions, Labeling):
         return frozenset()
-    owner = label_owner(module_policy.resolved.path, method, kind)
     leaves = enumerate(jax.tree.leaves(tree, is_leaf=is_leaf))
     return frozenset(id(leaf) for n, leaf in leaves if f"{owner}{n}" in decisions)
 
 
-def is_decision(traits: LayerTraits, cls: type, path: Sequence[str], method: str) -> bool:
-    """Returns True if a method of a module is the matmul of a layer with an unrounded result.
-
-    A method that a user overrides in a subclass may multiply by the kernel itself.
-    """
+def is_decision(module_policy: ModulePolicy, method: str) -> bool:
+    """Returns True if a method is the matmul of a layer with a result that is not rounded."""
     decisions: Any = _compat.current_context().decisions
-    name = "/".join(path)
-    is_matmul = method == ("attend" if traits.embedding else "__call__")
-    is_layer = bool(traits.kernel or traits.embedding) and not traits.is_convolution
-    if not decisions or not is_matmul or not is_layer:
+    if not decisions or not module_policy.method(method).is_dot:
         return False
-    author, owner = author_class(cls), traits.registered or traits.layer
-    if getattr(author, method) is not getattr(owner, method, None):
-        return False
-    label = f"{label_owner(name, method, RESULT)}0"
+    label = f"{label_owner(module_policy.resolved.path, method, RESULT)}0"
     if isinstance(decisions, Labeling):
         decisions.layers.add(label)
         return False
     return label in decisions
-
-
-def note_module(module_policy: ModulePolicy, method: str, *, is_forward: bool) -> None:
-    """Records a call of a module while a model is searched."""
-    labeling = _compat.current_context().decisions
-    if isinstance(labeling, Labeling):
-        traits, dtype = module_policy.traits, module_policy.policy.compute_dtype
-        # Those of Flax's layers that do not are meant to be in FP32.
-        is_fp32 = traits.is_norm or traits.upcasts_params or traits.dtype
-        is_low = _core.is_16bit(dtype) and not is_fp32
-        module = CalledModule(module_policy.cls, "" if is_forward else method, is_low)
-        labeling.modules[module_policy.resolved.path] = module
 
 
 # ---------------------------------------------------------------------------

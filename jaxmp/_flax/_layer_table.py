@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import threading
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -15,7 +16,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxmp._flax._fp8_layers import LayerDot, LayerEinsum
+from jaxmp._flax._fp8_layers import (
+    LayerDot,
+    LayerEinsum,
+    Promotion,
+    quantizes_float32_kernels,
+    wide_operator,
+)
+from jaxmp._policies._resolve import ResolvedPolicy
 from jaxmp.errors import CompositionError
 
 
@@ -38,7 +46,7 @@ class DotAttribute(NamedTuple):
     """Attribute through which jaxmp replaces the dot of a layer.
 
     Attributes:
-      name: of the attribute; a dataclass field in Linen. "": the layer has none.
+      name: of the attribute; a dataclass field in Linen.
       function: the default value; it may also be None. For an attribute that is a dtype, None.
       fp8: the class of its replacement under `matmul = "fp8"`; None: the dot never runs in FP8.
     """
@@ -97,10 +105,60 @@ class LayerTraits:
     # The parameter whose rows `__call__` looks up. The rows are cast, and not the whole table.
     embedding: str = ""
 
+    @functools.cached_property
+    def has_carry(self) -> bool:
+        """True for recurrent cells and layers."""
+        return self.is_cell or self.is_rnn
+
     @property
     def is_convolution(self) -> bool:
         """True for the convolutions of Flax, and their subclasses."""
         return self.dot is CONV or self.layer.__name__ == "ConvTranspose"
+
+
+# ---------------------------------------------------------------------------
+# Dots
+# ---------------------------------------------------------------------------
+
+
+def dot_changes(
+    attributes: Mapping[str, Any],
+    traits: LayerTraits,
+    resolved: ResolvedPolicy,
+    promote_dtype: Callable[..., Any],
+    *,
+    is_default: bool,
+) -> dict[str, Any]:
+    """Returns the attributes by which a layer's dot runs in FP8, or has a wider result.
+
+    Args:
+      attributes: those of the layer, with the values that its author chose.
+      traits, resolved: traits and policy of the layer.
+      promote_dtype: Flax's function that promotes the operands.
+      is_default: the author has not chosen another dot.
+    """
+    dot, wide = traits.dot, resolved.wide_output
+    promote = attributes.get("promote_dtype", promote_dtype)
+    # An author who replaced Flax's promotion of the operands has chosen their dtypes. A clone, such
+    # as `nn.remat` makes, has the promotion of its original.
+    promotes = promote is promote_dtype or isinstance(promote, Promotion)
+    if dot is None or not promotes or attributes.get(f"{dot.name}_cls") is not None:
+        return {}
+    if attributes.get(PREFERRED.name) is not None:
+        wide = None
+    changes: dict[str, Any] = {}
+    keeps_kernel, scaling = False, resolved.scaling or resolved.resting
+    if scaling is not None and dot.fp8 is not None and is_default:
+        is_resting = resolved.resting is not None
+        changes = {dot.name: dot.fp8(scaling, wide, resolved.path, is_resting=is_resting)}
+        keeps_kernel = quantizes_float32_kernels(resolved.scaling)
+    elif wide is not None and dot.function is not None and is_default:
+        changes = {dot.name: wide_operator(dot.function, wide)}
+    elif wide is not None and PREFERRED.name in attributes:
+        changes = {PREFERRED.name: wide}
+    if changes and (wide is not None or keeps_kernel) and "promote_dtype" in attributes:
+        changes["promote_dtype"] = Promotion(wide, keeps_kernel)
+    return changes
 
 
 # ---------------------------------------------------------------------------

@@ -27,6 +27,7 @@ from jaxmp._flax._layer_table import (
     LayerTable,
     LayerTraits,
     author_class,
+    dot_changes,
 )
 from jaxmp._flax._method_call import Boundary, MethodCall
 from jaxmp.errors import CompositionError
@@ -151,38 +152,25 @@ def _casting_variable(ref: Callable[[], Any], module_policy: ModulePolicy) -> Ca
 
 def _dot_fields(module: nn.Module, module_policy: ModulePolicy) -> dict[str, Any]:
     """Returns the fields of a layer whose dot runs in FP8, or has a wider result."""
-    dot, resolved = module_policy.traits.dot, module_policy.resolved
-    assert dot is not None
-    wide = resolved.wide_output
-    # An author who replaced Flax's promotion of the operands has chosen their dtypes.
-    promote = getattr(module, "promote_dtype", promote_dtype)
-    # A clone, such as `nn.remat` makes, has the promotion of its original.
-    promotes = promote is promote_dtype or isinstance(promote, _fp8_layers.Promotion)
-    if not promotes or not dot.name or not _has_default_dot(module, dot.name):
-        return {}
-    is_resting = resolved.resting is not None
-    if (scaling := resolved.scaling or resolved.resting) is not None and dot.fp8 is not None:
-        function = _fp8_layers.linen_dot(dot.fp8, module, scaling, wide, resolved.path, is_resting)
-    elif wide is None:
-        return {}
-    else:
-        function = wide if dot.function is None else _fp8_layers.wide_operator(dot.function, wide)
-    fields: dict[str, Any] = {dot.name: function}
-    scaling = resolved.scaling
-    keeps_kernel = scaling is not None and _fp8_layers.quantizes_float32_kernels(scaling)
-    keeps_kernel = keeps_kernel and dot.fp8 is not None
-    if (wide is not None or keeps_kernel) and hasattr(module, "promote_dtype"):
-        fields["promote_dtype"] = _fp8_layers.Promotion(wide, keeps_kernel)
+    traits = module_policy.traits
+    assert traits.dot is not None
+    name = traits.dot.name
+    value, own = vars(module)[name], (_fp8_layers.LayerDot, _fp8_layers.LayerEinsum)
+    # A clone, such as `nn.remat` makes, has the dot of its original, but another state.
+    is_default = value is _default_of(type(module), name) or isinstance(value, own)
+    fields = dot_changes(
+        vars(module), traits, module_policy.resolved, promote_dtype, is_default=is_default
+    )
+    if _fp8_layers.is_stateful(dot := fields.get(name)):
+        state = functools.partial(_fp8_layers.read_linen_state, weakref.ref(module), dot.scaling)
+        fields[name] = dataclasses.replace(dot, state=state)
     return fields
 
 
-def _has_default_dot(module: nn.Module, name: str) -> bool:
-    value = getattr(module, name)
-    defaults = {field.name: field.default for field in dataclasses.fields(module)}
-    # A clone, such as `nn.remat` makes, has the dot of its original, but another state.
-    own = _fp8_layers.LayerDot, _fp8_layers.LayerEinsum
-    is_default = value is defaults[name] or isinstance(value, own)
-    return is_default and getattr(module, f"{name}_cls", None) is None
+@functools.cache
+def _default_of(cls: type[nn.Module], name: str) -> Any:
+    """Returns the default value of a field."""
+    return next(field.default for field in dataclasses.fields(cls) if field.name == name)
 
 
 # ---------------------------------------------------------------------------

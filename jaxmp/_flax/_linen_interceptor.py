@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import weakref
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any, NamedTuple, TypeAlias
 
 import flax.linen as nn
@@ -22,8 +21,7 @@ from jaxmp._flax import _labels
 from jaxmp._flax._casts import ModulePolicy, cast_like, is_complex, keeps_dtype, resolve_module
 from jaxmp._flax._layer_table import author_class
 from jaxmp._flax._linen_fields import LINEN_LAYERS, method_under_policy, prepare
-from jaxmp._flax._method_call import MethodCall
-from jaxmp._policies import _device
+from jaxmp._flax._method_call import MethodCall, running
 from jaxmp._policies._load import PolicyMap
 from jaxmp._policies._required import check_required
 from jaxmp.errors import CompositionError
@@ -103,21 +101,22 @@ class Root:
         """
         return any(rule.path is not None for rule in self.policies.rules)
 
-    def module_policy(self, module: nn.Module, method: str) -> ModulePolicy:
-        """Returns the policy under which a method of a bound module runs."""
+    def path_of(self, module: nn.Module) -> Path:
+        """Returns the path of a bound module in the model that has the policies."""
         assert module.scope is not None
-        cls, path, depth = type(module), module.scope.path, len(self.path)
+        path, depth = module.scope.path, len(self.path)
         # A module from outside of the root keeps its path.
-        path = self.origin + path[depth:] if path[:depth] == self.path else path
+        return self.origin + path[depth:] if path[:depth] == self.path else path
+
+    def module_policy(self, module: nn.Module) -> ModulePolicy:
+        """Returns the policy of a bound module."""
+        cls, path = type(module), self.path_of(module)
         outputs = LINEN_LAYERS.outputs(module, module.parent)
-        traits = LINEN_LAYERS.traits(cls)
-        is_decision = _labels.is_decision(traits, cls, path, method)
-        key = path, cls, outputs, is_decision
+        key = path, cls, outputs
         if key not in self._module_policies:
             _check_bridge(module, path)
-            module_policy = resolve_module(
-                self.policies, path, cls, traits, outputs, is_decision=is_decision
-            )
+            traits = LINEN_LAYERS.traits(cls)
+            module_policy = resolve_module(self.policies, path, cls, traits, outputs)
             # Calls of one module are compared by their policies, also if threads make two.
             self._module_policies.setdefault(key, module_policy)
         return self._module_policies[key]
@@ -162,94 +161,60 @@ def _check_bridge(module: nn.Module, path: Path) -> None:
 # ---------------------------------------------------------------------------
 
 
-class PolicyInterceptor:
-    """Interceptor that applies the policies of one root to every method called below it."""
+class LinenCall(MethodCall):
+    """Call of a method of a bound Linen module."""
 
-    def __init__(self, root: Root) -> None:
-        self.root = root
-        self.frames: list[MethodCall] = []
-        self.precision = jax.config.jax_default_matmul_precision  # pyright: ignore
-
-    def __call__(
-        self,
-        call: Callable[..., Any],
-        args: tuple[PyTree, ...],
-        kwargs: dict[str, PyTree],
-        where: nn.module.InterceptorContext,
-    ) -> PyTree:
-        module, method = where.module, where.method_name
-        # An inner root applies its own policies, and an unbound module has nothing to cast.
-        is_foreign = _compat.current_context().policies != self.root
-        if module.scope is None or is_foreign:
-            return call(*args, **kwargs)
-        module_policy = self.root.module_policy(module, method)
-        keeps_dtype = self._keeps_dtype(module, module_policy, (args, kwargs))
-        prepare(module, module_policy, keeps_dtype)
-        if self.root.is_by_path:
-            key_scopes(module)
-        if method == "setup":
-            return call(*args, **kwargs)
-        under_policy = MethodCall(
-            module,
-            module_policy,
-            method,
-            self._own_caller(module_policy),
-            keeps_dtype,
-            _own_params,
-            is_function=not hasattr(type(module), method),
-            lifted=self._lifted_body(module),
-        )
-        call = method_under_policy(under_policy, call)
-        return under_policy.run(call, args, kwargs, self._entered(under_policy))
-
-    # -- location of the call -----------------------------------------------------------------
-
-    def _own_caller(self, module_policy: ModulePolicy) -> MethodCall | None:
-        """Returns the enclosing call if a module calls its own method; otherwise None."""
-        callers = (frame for frame in reversed(self.frames) if not frame.is_function)
-        caller = next(callers, None)
-        is_own = caller is not None and caller.module_policy is module_policy
-        return caller if is_own else None
-
-    def _lifted_body(self, module: Any) -> str:
-        """Returns the transformation whose body is called, such as "scan(block)"; "" if none."""
-        lifted = isinstance(module.parent, Scope) and not (
-            self.frames and self.frames[-1].module is module
-        )
-        debug_path = module.scope.debug_path
-        return debug_path[-1] if lifted and debug_path else ""
-
-    @contextlib.contextmanager
-    def _entered(self, frame: MethodCall) -> Iterator[None]:
-        outer = self.frames[-1].module_policy.policy if self.frames else None
-        self.frames.append(frame)
-        try:
-            with _device.precision_scope(frame.module_policy.policy, outer, self.precision):
-                yield
-        finally:
-            self.frames.pop()
-
-    # -- policy of the module -------------------------------------------------------------------
-
-    def _keeps_dtype(self, module: Any, module_policy: ModulePolicy, operands: PyTree) -> bool:
-        """Returns True if a Flax layer, or an enclosing one, computes in its author's dtype."""
-        if self.frames and (self.frames[-1].keeps_dtype or self.frames[-1].module is module):
-            return self.frames[-1].keeps_dtype
-        if not module_policy.traits.dtype:
-            return False
-        name = module_policy.traits.dtype
-        dtype = module.__dict__.get("_jaxmp_author", {}).get(name, getattr(module, name))
-        is_chosen = is_complex(dtype) or is_complex(getattr(module, "param_dtype", None))
-        return is_chosen or keeps_dtype((operands, _params(module.scope)))
+    def own_params(self) -> list[Any]:
+        values = _params(self.module).values()
+        return jax.tree.leaves([value for value in values if not isinstance(value, Mapping)])
 
 
-def _params(scope: Scope) -> PyTree:
-    return scope.variables().get(_core.PARAMS, {})
+def intercept(
+    root: Root,
+    call: Callable[..., Any],
+    args: tuple[PyTree, ...],
+    kwargs: dict[str, PyTree],
+    where: nn.module.InterceptorContext,
+) -> PyTree:
+    """Applies the policies of one root to a method that is called below it."""
+    module, method = where.module, where.method_name
+    # An inner root applies its own policies, and an unbound module has nothing to cast.
+    if module.scope is None or _compat.current_context().policies != root:
+        return call(*args, **kwargs)
+    caller = running()[-1] if running() else None
+    is_inside = caller is not None and caller.module is module
+    module_policy = root.module_policy(module)
+    if _labels.is_decision(module_policy, method):
+        module_policy = module_policy.decision
+    if caller is not None and (caller.keeps_dtype or is_inside):
+        keeps_dtype = caller.keeps_dtype
+    else:
+        keeps_dtype = _keeps_dtype(module, module_policy, (args, kwargs))
+    prepare(module, module_policy, keeps_dtype)
+    if root.is_by_path:
+        key_scopes(module)
+    if method == "setup":
+        return call(*args, **kwargs)
+    is_function = not hasattr(type(module), method)
+    is_lifted = isinstance(module.parent, Scope) and not is_inside
+    # The transformation whose body is called, such as "scan(block)".
+    lifted = next(reversed(module.scope.debug_path), "") if is_lifted else ""
+    under_policy = LinenCall(module, module_policy, method, keeps_dtype, is_function, lifted)
+    return under_policy.run(method_under_policy(under_policy, call), args, kwargs)
 
 
-def _own_params(module: Any) -> list[Any]:
-    own = [leaf for leaf in _params(module.scope).values() if not isinstance(leaf, Mapping)]
-    return jax.tree.leaves(own)
+def _keeps_dtype(module: Any, module_policy: ModulePolicy, operands: PyTree) -> bool:
+    """Returns True if a layer of Flax computes in its author's dtype."""
+    name = module_policy.traits.dtype
+    if not name:
+        return False
+    dtype = module.__dict__.get("_jaxmp_author", {}).get(name, getattr(module, name))
+    is_chosen = is_complex(dtype) or is_complex(getattr(module, "param_dtype", None))
+    return is_chosen or keeps_dtype((operands, _params(module)))
+
+
+def _params(module: Any) -> Mapping[str, PyTree]:
+    return module.scope.variables().get(_core.PARAMS, {})
 
 
 # ---------------------------------------------------------------------------
@@ -263,47 +228,34 @@ _AUTHORS_COLLECTIONS = ("params", "batch_stats")
 def add_policy_state(module: Any, variables: PyTree, wrapped_init: Callable[[], PyTree]) -> PyTree:
     """Adds to the variables of a model what its policies require.
 
-    Caches get the dtypes that `apply` writes, and layers with delayed scaling get their state.
-    Parameters and batch statistics keep the dtypes that the author of the model chose.
+    Caches and other computed state get the dtypes that `apply` writes, and layers with delayed
+    scaling get their state. Parameters and batch statistics keep the dtypes that the author of the
+    model chose.
 
     Args:
       module: the wrapped model.
       variables: the result of `init` without policies.
       wrapped_init: returns the result of `init` under the policies.
     """
-    variables = _cast_computed(variables, wrapped_init)
-    return _add_fp8_state(module, variables, wrapped_init)
-
-
-def _cast_computed(variables: PyTree, wrapped_init: Callable[[], PyTree]) -> PyTree:
-    """Casts caches and other computed state to the dtypes that `apply` writes."""
-    computed = [
-        name
+    computed = {
+        name: collection
         for name, collection in variables.items()
         if name not in _AUTHORS_COLLECTIONS
-        and any(_core.is_castable(leaf) for leaf in jax.tree.leaves(collection))
-    ]
-    if not computed:
+        and any(map(_core.is_castable, jax.tree.leaves(collection)))
+    }
+    scaling = type(module)._jaxmp_policies.fp8
+    has_state = scaling is not None and scaling.is_stateful
+    if not computed and not has_state:
         return variables
     shapes = jax.eval_shape(wrapped_init)
-    return {
-        name: cast_like(value, shapes[name]) if name in computed else value
-        for name, value in variables.items()
-    }
-
-
-def _add_fp8_state(module: Any, variables: PyTree, wrapped_init: Callable[[], PyTree]) -> PyTree:
-    """Adds the state of delayed scaling, which `init` without policies does not create."""
-    scaling = type(module)._jaxmp_policies.fp8
-    if scaling is None or not scaling.is_stateful:
-        return variables
-    shapes = jax.eval_shape(wrapped_init).get(OVERWRITE)
-    if shapes is None:
+    cast = {name: cast_like(value, shapes[name]) for name, value in computed.items()}
+    variables = {**variables, **cast}
+    if not has_state or OVERWRITE not in shapes:
         return variables
     # The state before the first step is zero. State of the author's own layers is kept.
-    fresh = flatten_dict(jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes))
-    kept = flatten_dict(variables.get(OVERWRITE, {}))
-    return {**variables, OVERWRITE: unflatten_dict({**fresh, **kept})}
+    zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes[OVERWRITE])
+    state = {**flatten_dict(zeros), **flatten_dict(variables.get(OVERWRITE, {}))}
+    return {**variables, OVERWRITE: unflatten_dict(state)}
 
 
 # ---------------------------------------------------------------------------

@@ -221,7 +221,8 @@ def _entered(
     _device.check_training(root.policies, lambda: module.variables.get("params", {}), mark)
     decisions = None if call is None else _decisions_of(module, root, *call)
     under_policies = _compat.context(policies=root, decisions=decisions)
-    with nn.intercept_methods(_linen_interceptor.PolicyInterceptor(root)), under_policies:
+    interceptor = functools.partial(_linen_interceptor.intercept, root)
+    with nn.intercept_methods(interceptor), under_policies:
         yield
 
 
@@ -246,8 +247,7 @@ def _decisions_of(
         arrays = variables, rngs, *copied_arguments((args, kwargs))
         return run, arrays, variables
 
-    path = root.origin + module.scope.path[len(root.path) :]
-    key = type(module)._jaxmp_class, root.policies, path
+    key = type(module)._jaxmp_class, root.policies, root.path_of(module)
     search = module.__dict__["_jaxmp_search"]
     return search.of_call(key, function, (args, kwargs), prepare)
 
@@ -264,7 +264,10 @@ def _method_of_apply(
 ) -> str | Callable[..., PyTree] | None:
     """Returns the `method` argument of `apply` as a function that runs under the policies."""
     if isinstance(method, str) and isinstance(getattr(module, method, None), nn.Module):
-        return _method_of_apply(module, _submodule_caller(method))
+        name = method
+        return _method_of_apply(
+            module, lambda bound, *args, **kwargs: getattr(bound, name)(*args, **kwargs)
+        )
     # A name, or None, means a method of the wrapped class, which runs under the policies anyway.
     if not callable(method):
         return method
@@ -279,10 +282,6 @@ def _method_of_apply(
         return _cast_to_output(bound, out) if is_foreign else out
 
     return run
-
-
-def _submodule_caller(name: str) -> Callable[..., Any]:
-    return lambda bound, *args, **kwargs: getattr(bound, name)(*args, **kwargs)
 
 
 def _is_foreign(module: nn.Module, function: Callable[..., Any]) -> bool:
@@ -311,22 +310,17 @@ _FLAX_NAMES = frozenset(
 
 
 def _lookup(module: Any, name: str, inherited: Callable[[str], Any]) -> Any:
-    """Returns an attribute of a wrapped module; submodules have policies."""
-    if name in _FLAX_NAMES or name.startswith("__") or module.scope is None:
+    """Returns an attribute of a wrapped module; for a caller outside, submodules have policies."""
+    if module.scope is None:
         return inherited(name)
     active = _compat.current_context().policies
     if isinstance(active, _linen_interceptor.Plain) or active == _root_of(module):
         return inherited(name)
     with _entered(module):
         value = inherited(name)
-    return _with_policies(module, value)
-
-
-def _with_policies(owner: nn.Module, value: PyTree) -> PyTree:
-    """Returns an attribute of a bound model for a caller outside: submodules have policies."""
     if not _linen_interceptor.modules_in(value):
         return value
-    return jax.tree.map(functools.partial(_submodule_with_policies, owner), value)
+    return jax.tree.map(functools.partial(_submodule_with_policies, module), value)
 
 
 def _submodule_with_policies(owner: Any, child: object) -> object:
@@ -369,13 +363,6 @@ def _with_submodules(module: nn.Module) -> list[nn.Module]:
     return [module, *(part for child in below for part in _with_submodules(child))]
 
 
-def _taken_out(module: Any) -> type[nn.Module]:
-    """Returns the class of a submodule outside of its model. Rules match its path in the model."""
-    root, cls = _root_of(module), type(module)
-    path = root.origin + module.scope.path[len(root.path) :]
-    return wrapped_class(cls._jaxmp_class, cls._jaxmp_policies, path)
-
-
 def _rebuild(
     cls: type[nn.Module], policies: _load.PolicyMap, origin: _linen_interceptor.Path = ()
 ) -> nn.Module:
@@ -395,7 +382,9 @@ class _UnderPolicies(_Base):
     """First base of a wrapped class; the class that the author of the model wrote follows."""
 
     def __getattribute__(self, name: str) -> Any:
-        return _lookup(self, name, super().__getattribute__)
+        inherited = super().__getattribute__
+        is_flax = name in _FLAX_NAMES or name.startswith("__")
+        return inherited(name) if is_flax else _lookup(self, name, inherited)
 
     def __getattr__(self, name: str) -> Any:
         return _lookup(self, name, super().__getattr__)
@@ -425,7 +414,11 @@ class _UnderPolicies(_Base):
         if "_jaxmp_root_path" not in self.__dict__:
             return copy
         # A submodule that leaves its model keeps its policies; inside, the model applies them.
-        cls = _taken_out(module) if copy.scope is None else module._jaxmp_class
+        cls = module._jaxmp_class
+        if copy.scope is None:
+            # Rules match its path in the model.
+            path = _root_of(module).path_of(module)
+            cls = wrapped_class(cls, module._jaxmp_policies, path)
         object.__setattr__(copy, "__class__", cls)
         return copy
 

@@ -12,19 +12,19 @@ import contextlib
 import dataclasses
 import enum
 import functools
+import itertools
 import re
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any, TypeAlias
+from typing import Any, ClassVar, TypeAlias
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 
 from jaxmp import _core, _programs
 from jaxmp._core import Array, DTypeLike, PyTree
 from jaxmp._flax import _casts, _labels, _missing_precision
-from jaxmp._policies import _patterns
+from jaxmp._policies import _device, _patterns
+from jaxmp.fp8 import _explain
 
 # ---------------------------------------------------------------------------
 # Calls
@@ -41,36 +41,50 @@ class Boundary(enum.Enum):
     INNER_METHOD = enum.auto()  # the same, of which the caller or the author chooses the dtype
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+# Id of a cast array -> (the array, its original). Storing the array prevents the reuse of its id.
+Originals: TypeAlias = dict[int, tuple[Array, Array]]
+
+
+@dataclasses.dataclass(eq=False)
 class MethodCall:
-    """Call of a method of a module.
+    """Call of a method of a module; the subclasses are those of Linen and NNX.
 
     Attributes:
       module, module_policy, method: the module, its policy, and the name of the method.
-      caller: the enclosing call if a module calls its own method; otherwise None.
       keeps_dtype: the operands require the dtype that the author of the model chose.
-      own_params: returns the parameters of a module without those of its submodules.
-      is_leaf: returns True for values that are not pytrees of arrays; None if there are none.
       is_function: a transformation of Linen calls a function with the module.
-      lifted: as in `split_carry`.
+      lifted: as in `cast_beside_carry`.
+      caller: the enclosing call if a module calls its own method; otherwise None.
+      originals: of the arguments that were cast to 16 bits.
     """
 
     module: Any
     module_policy: _casts.ModulePolicy
     method: str
-    caller: MethodCall | None
-    keeps_dtype: bool
-    own_params: Callable[[Any], list[Any]]
-    is_leaf: _casts.IsLeaf = None
+    keeps_dtype: bool = False
     is_function: bool = False
     lifted: str = ""
+    caller: MethodCall | None = dataclasses.field(init=False)
+    originals: Originals = dataclasses.field(init=False, default_factory=dict)
+
+    # Returns True for values that are not pytrees of arrays; None if there are none.
+    is_leaf: ClassVar[_casts.IsLeaf] = None
+
+    def __post_init__(self) -> None:
+        caller = next((call for call in reversed(running()) if not call.is_function), None)
+        is_own = caller is not None and caller.module_policy is self.module_policy
+        self.caller = caller if is_own else None
+
+    def own_params(self) -> list[Any]:
+        """Returns the parameters of the module without those of its submodules."""
+        raise NotImplementedError
 
     @functools.cached_property
     def boundary(self) -> Boundary:
         """The relation of the call to its caller."""
         if self.is_function or (self.caller is not None and self.caller.is_forward):
             return Boundary.INSIDE
-        if self.module_policy.is_forward(self.method):
+        if self.module_policy.method(self.method).is_forward:
             return Boundary.AUTHOR if self.keeps_dtype else Boundary.OUTER
         is_inner = self.keeps_dtype or self.caller is not None
         return Boundary.INNER_METHOD if is_inner else Boundary.METHOD
@@ -90,141 +104,125 @@ class MethodCall:
         call: Callable[..., PyTree],
         args: tuple[PyTree, ...],
         kwargs: dict[str, PyTree],
-        entered: contextlib.AbstractContextManager[Any],
+        scope: contextlib.AbstractContextManager[Any] | None = None,
     ) -> PyTree:
-        """Calls the method with cast arguments, within `entered`, and casts its results."""
-        module_policy, incoming, originals = self.module_policy, (args, kwargs), {}
-        _labels.note_module(module_policy, self.method, is_forward=self.is_forward)
+        """Calls the method with cast arguments, within `scope`, and casts its results."""
+        module_policy, incoming = self.module_policy, (args, kwargs)
+        if labeling := _labels.labeling():
+            labeling.note_module(module_policy, self.method, is_forward=self.is_forward)
         if self.boundary is Boundary.OUTER:
-            of_arguments = module_policy, self.method, _labels.ARGUMENT
-            args, kwargs = _labels.labeled(*of_arguments, incoming, self.is_leaf)
-            unrounded = _labels.unrounded(*of_arguments, incoming, self.is_leaf)
-            args, kwargs, originals = cast_inputs(
-                module_policy, self.method, args, kwargs, self.is_leaf, unrounded
-            )
-        with entered, noted(originals):
+            args, kwargs = self._cast_inputs(args, kwargs)
+        with scope or contextlib.nullcontext(), self._running():
             try:
                 out = call(*args, **kwargs)
             except (TypeError, ValueError, NotImplementedError) as error:
                 explain_mismatch(error, module_policy, "" if self.is_forward else self.method)
                 raise
-            if self.at_boundary:
-                own = functools.partial(self.own_params, self.module)
-                _missing_precision.note_weights(module_policy, own)
-        traits = module_policy.traits
-        out, carry = _casts.split_carry(
-            traits, self.module, self.method, out, incoming, self.lifted
+            if self.at_boundary and _explain.is_recording():
+                _missing_precision.note_weights(module_policy, self.own_params)
+        cast = functools.partial(self._cast_results, incoming)
+        if not self.lifted and not module_policy.traits.has_carry:
+            return cast(out)
+        return _casts.cast_beside_carry(
+            module_policy.traits, self.module, self.method, out, incoming, self.lifted, cast
         )
+
+    @contextlib.contextmanager
+    def _running(self) -> Iterator[None]:
+        """Runs a block as this call, in the matmul precision of its policy."""
+        stack = _thread.calls
+        if not stack:
+            _thread.precision = jax.config.jax_default_matmul_precision  # pyright: ignore
+        outer = stack[-1].module_policy.policy if stack else None
+        policy = self.module_policy.policy
+        stack.append(self)
+        try:
+            with _device.precision_scope(policy, outer, _thread.precision):
+                yield
+        finally:
+            stack.pop()
+
+    def _cast_inputs(
+        self, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]
+    ) -> tuple[tuple[PyTree, ...], dict[str, PyTree]]:
+        """Casts the arguments to the module's input dtype.
+
+        The carries of recurrent modules, and arguments in `keep_inputs`, are not cast. Arguments
+        that an enclosing module cast are replaced by their originals first, if this module computes
+        in more than 16 bits or lists them in `keep_inputs`.
+        """
+        module_policy, is_leaf = self.module_policy, self.is_leaf
+        method = module_policy.method(self.method)
+        owner = _labels.label_owner(module_policy.resolved.path, self.method, _labels.ARGUMENT)
+        unrounded = _labels.unrounded(owner, (args, kwargs), is_leaf)
+        if _labels.labeling():
+            args, kwargs = _labels.labeled(owner, (args, kwargs), is_leaf)
+        is_noted = _core.is_16bit(module_policy.input_dtype)
+
+        def cast_leaf(leaf: Any, dtype: DTypeLike) -> Any:
+            # `jit` makes arrays from Python numbers, which have no dtype.
+            is_number = leaf.ndim == 0 and getattr(leaf, "weak_type", False)
+            if is_number or id(leaf) in unrounded:
+                return leaf
+            new = _core.saturating_cast(leaf, dtype)
+            if is_noted and new is not leaf:
+                self.originals[id(new)] = new, leaf
+            return new
+
+        def cast_argument(key: int | str, value: PyTree) -> PyTree:
+            if module_policy.is_wide or key in method.kept:
+                value = jax.tree.map(_original, value, is_leaf=is_leaf)
+            if key in method.kept or key in method.carried:
+                return value
+            return _casts.cast_tree(value, module_policy.input_dtype, is_leaf, cast_leaf)
+
+        cast_args = tuple(map(cast_argument, itertools.count(), args))
+        return cast_args, {name: cast_argument(name, value) for name, value in kwargs.items()}
+
+    def _cast_results(
+        self, incoming: tuple[tuple[PyTree, ...], dict[str, PyTree]], out: PyTree
+    ) -> PyTree:
+        """Casts results of the method, which received `incoming` before any cast."""
+        module_policy = self.module_policy
         if self.boundary is Boundary.OUTER:
-            of_results = module_policy, self.method, _labels.RESULT
-            unrounded = _labels.unrounded(*of_results, out, self.is_leaf)
+            owner = _labels.label_owner(module_policy.resolved.path, self.method, _labels.RESULT)
+            unrounded = _labels.unrounded(owner, out, self.is_leaf)
             out = _casts.cast_outputs(module_policy, out, self.is_leaf, unrounded)
-            out = _labels.labeled(*of_results, out, self.is_leaf)
-        elif self.boundary is Boundary.AUTHOR and module_policy.resolved.casts_output:
-            out = _casts.cast_outputs(module_policy, out, self.is_leaf)
-        elif self.boundary is Boundary.METHOD:
-            out = _casts.widen_outputs(module_policy, out, incoming, self.is_leaf)
-        return carry(out)
-
-
-# ---------------------------------------------------------------------------
-# Arguments
-# ---------------------------------------------------------------------------
-
-# Id of a cast array -> (the array, its original). Storing the array prevents the reuse of its id.
-Originals: TypeAlias = dict[int, tuple[Array, Array]]
+            return _labels.labeled(owner, out, self.is_leaf) if _labels.labeling() else out
+        if self.boundary is Boundary.AUTHOR and module_policy.resolved.casts_output:
+            return _casts.cast_outputs(module_policy, out, self.is_leaf)
+        if self.boundary is Boundary.METHOD:
+            return _casts.widen_outputs(module_policy, out, incoming, self.is_leaf)
+        return out
 
 
 class _Thread(threading.local):
     def __init__(self) -> None:
-        # Of the running calls that cast some of their inputs, the innermost last.
-        self.calls: list[Originals] = []
+        # The running calls, the innermost last, and the matmul precision outside of them.
+        self.calls: list[MethodCall] = []
+        self.precision: str | None = None
 
 
 _thread = _Thread()
 
 
-@contextlib.contextmanager
-def noted(originals: Originals) -> Iterator[None]:
-    """Makes originals available to the modules that a `with` block calls."""
-    _thread.calls.append(originals)
-    try:
-        yield
-    finally:
-        _thread.calls.pop()
+def running() -> list[MethodCall]:
+    """Returns the calls that this thread is running, the innermost last."""
+    return _thread.calls
 
 
 def _original(leaf: PyTree) -> PyTree:
     """Returns the value before all casts of the enclosing calls; the leaf itself without a cast."""
-    for originals in reversed(_thread.calls):
-        cast, uncast = originals.get(id(leaf), (None, None))
+    for call in reversed(running()):
+        cast, uncast = call.originals.get(id(leaf), (None, None))
         if cast is leaf:
             leaf = uncast
     return leaf
 
 
-def cast_inputs(
-    module_policy: _casts.ModulePolicy,
-    method: str,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    is_leaf: _casts.IsLeaf = None,
-    unrounded: frozenset[int] = frozenset(),
-) -> tuple[tuple[Any, ...], dict[str, Any], Originals]:
-    """Casts the arguments of a method to the module's input dtype.
-
-    The carries of recurrent modules, and arguments in `keep_inputs`, are not cast. Arguments that
-    an enclosing module cast are replaced by their originals first, if this module computes in more
-    than 16 bits or lists them in `keep_inputs`.
-
-    Args:
-      module_policy: of the module.
-      method: name of the method.
-      args, kwargs: its arguments.
-      is_leaf: as in `jax.tree.map`.
-      unrounded: ids of arrays that are not cast.
-
-    Returns:
-      The new arguments; and for those that were cast to 16 bits, their originals.
-    """
-    # Positions below `carried`, and the argument called `carry`, are recurrent state.
-    carried, carry = 0, ""
-    if module_policy.traits.is_cell and method == "__call__":
-        carried, carry = 1, "carry"
-    elif module_policy.traits.is_rnn:
-        carry = "initial_carry"
-    kept, policy, originals = module_policy.kept(method), module_policy.policy, {}
-    notes = _core.is_16bit(module_policy.input_dtype)
-    is_wide = _core.bits(policy.compute_dtype) > 16
-
-    def cast_leaf(leaf: Any, dtype: DTypeLike) -> Any:
-        new = leaf if id(leaf) in unrounded else _cast_input(leaf, dtype)
-        if notes and new is not leaf:
-            originals[id(new)] = new, leaf
-        return new
-
-    def argument(value: PyTree, is_carry: bool, is_kept: bool) -> PyTree:
-        if (is_kept or is_wide) and any(_thread.calls):
-            value = jax.tree.map(_original, value, is_leaf=is_leaf)
-        if is_carry or is_kept:
-            return value
-        return _casts.cast_tree(value, module_policy.input_dtype, is_leaf, cast_leaf)
-
-    new_args = tuple(
-        argument(value, index < carried, index in kept.positions)
-        for index, value in enumerate(args)
-    )
-    new_kwargs = {
-        name: argument(value, name == carry, name in kept.names) for name, value in kwargs.items()
-    }
-    return new_args, new_kwargs, originals
-
-
-def _cast_input(leaf: Array | np.ndarray, dtype: DTypeLike) -> Array | np.ndarray:
-    """Casts an argument, unless `jit` made it from a Python number, which has no dtype."""
-    is_number = jnp.ndim(leaf) == 0 and getattr(leaf, "weak_type", False)
-    return leaf if is_number else _core.saturating_cast(leaf, dtype)
-
+# ---------------------------------------------------------------------------
+# Errors
+# ---------------------------------------------------------------------------
 
 _NOTE = "jaxmp: "
 # Of a function or list outside of a model that kept an array of the search for its first call.

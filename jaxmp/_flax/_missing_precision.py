@@ -119,7 +119,7 @@ def low_share(cls: type, closed: _compat.ClosedJaxpr, count: int, labeling: Labe
 def note_weights(module_policy: ModulePolicy, own: Callable[[], Iterable[Any]]) -> None:
     """Records a module with a policy for FP8 and weights, `own()`, that no FP8 dot multiplies."""
     traits, cls, path = module_policy.traits, module_policy.cls, module_policy.resolved.path
-    if not _explain.is_recording() or module_policy.policy.matmul != "fp8":
+    if module_policy.policy.matmul != "fp8":
         return
     if module_policy.resolved.scaling is None:
         kernel = next(array for array in own() if array.ndim > 1)

@@ -13,8 +13,9 @@ from flax import nnx
 from jaxmp import _core
 from jaxmp._core import DTypeLike, Mark, PyTree, _compat
 from jaxmp._flax._casts import resolve_module, written_back
+from jaxmp._flax._fp8_layers import is_stateful
 from jaxmp._flax._layer_table import LayerTraits
-from jaxmp._flax._nnx_layers import NNX_LAYERS, is_stateful, read_fp8_state
+from jaxmp._flax._nnx_layers import NNX_LAYERS, read_fp8_state
 from jaxmp._flax._search import ModelSearch
 from jaxmp._policies._load import PolicyMap
 
@@ -54,6 +55,11 @@ class Bound:
         )
         self.mark, self.search = Mark(), ModelSearch()
         self._hash = hash(self._key)
+
+    @functools.cached_property
+    def decision(self) -> Bound:
+        """The same location, for a call whose result is not rounded."""
+        return dataclasses.replace(self, is_decision=True)
 
     @property
     def _key(self) -> tuple[Any, ...]:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from operator import getitem
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from flax import nnx
@@ -147,6 +147,19 @@ class Gradient:
         args, kwargs = by_position(self.fn, args, kwargs)
         with nnx.update_context(_TAG):
             return _Call(self, args, kwargs, options).run()
+
+
+class _NewLeaf(NamedTuple):
+    """Leaf of the objects after the call.
+
+    index: of the same leaf before the call; None for a new one.
+    is_changed: the function wrote it, or added it.
+    structure: of the leaf.
+    """
+
+    index: int | None
+    is_changed: bool
+    structure: Any
 
 
 class _Call:
@@ -323,24 +336,48 @@ class _Call:
         aux_objects: list[Any] = []
         aux = take_objects(aux, aux_objects)
         with nnx.split_context(_TAG) as context:
-            graphdef, flat = context.flatten((objects, tuple(aux_objects)))
+            self.new_graphdef, flat = context.flatten((objects, tuple(aux_objects)))
         known: dict[Any, int] = {
             id(leaf) if isinstance(leaf, nnx.Variable) else (0, *path): i
             for i, (path, leaf) in enumerate(zip(self.paths, inner, strict=True))
         }
-        plan = _Plan(graphdef)
         states = {index for indices in self.overwritten.values() for index in indices}
+        self.new_leaves: list[_NewLeaf] = []
         present: dict[int, Any] = {}
+        values: list[Any] = []
         for path, leaf in zip(flat.paths, flat.leaves, strict=True):
             i = known.get(id(leaf) if isinstance(leaf, nnx.Variable) else path)
             if i is not None:
                 present[i] = leaf
             # Rematerialized functions return all Variables. FP8 states change by their gradients.
-            changed = i is None or not (i in states or same(_value(leaf), put[i]))
-            plan.add(path, leaf, i, changed, self)
-        self.plan = plan
-        values, plan.values = plan.values, []
+            is_changed = i is None or not (i in states or same(_value(leaf), put[i]))
+            self.new_leaves.append(_NewLeaf(i, is_changed, jax.tree.structure(leaf)))
+            if is_changed:
+                self._check_change(path, leaf, i)
+                values += [] if i in self.is_carried else [_value(leaf)]
         return loss, ([_value(present.get(i, inner[i])) for i in self.carried], (values, aux))
+
+    def _check_change(
+        self, path: tuple[Any, ...], leaf: nnx.Variable[Any] | Array, i: int | None
+    ) -> None:
+        """Raises an error for a changed or new leaf that microbatches cannot pass on."""
+        microbatches = f"With microbatches={self.microbatches} the function"
+        if i in self.is_carried:
+            if not _core.are_alike(_value(leaf), self.values[i]):
+                raise JaxmpError(
+                    f"{microbatches} changes the shape or the dtype of {_text(path[2:])}, from "
+                    f"{_brief(self.values[i])} to {_brief(_value(leaf))}, so it cannot pass from "
+                    "one microbatch to the next. Create it with the shape and the dtype that the "
+                    "function writes."
+                )
+        elif self.microbatches > 1 and i is None:
+            in_aux = path[0] == 1
+            if not (in_aux or isinstance(leaf, nnx.Intermediate)):
+                raise JaxmpError(
+                    f"{microbatches} adds a {type(leaf).__name__} at {_text(path[2:])}, which "
+                    "cannot pass from one microbatch to the next. Create it before the first step, "
+                    "or return it as auxiliary data (has_aux=True)."
+                )
 
     def _split_aux(self, out: PyTree) -> tuple[PyTree, PyTree]:
         if not self.gradient.has_aux:
@@ -373,9 +410,20 @@ class _Call:
     def _merge_outside(self, carried: Sequence[PyTree], values: list[PyTree]) -> Sequence[object]:
         """Updates the objects and creates new ones; returns the objects in `aux`."""
         by_index = dict(zip(self.carried, carried, strict=True))
+        new_values, leaves = iter(values), []
+        for i, is_changed, structure in self.new_leaves:
+            if i is not None and not is_changed:
+                value = _value(self.leaves[i])
+            elif i in by_index:
+                value = by_index[i]
+            else:
+                value = next(new_values)
+                # An existing Variable gets the value of the last microbatch, a new one all values.
+                if i is not None and self.microbatches > 1:
+                    value = jax.tree.map(lambda stacked: stacked[-1], value)
+            leaves.append(structure.unflatten(jax.tree.leaves(value)))
         with nnx.merge_context(_TAG, inner=False) as context:
-            leaves = self.plan.outer_leaves(self.leaves, by_index, iter(values))
-            _, aux_objects = context.unflatten(self.plan.graphdef, leaves)
+            _, aux_objects = context.unflatten(self.new_graphdef, leaves)
         return aux_objects
 
     def _grads(self, i: int, grads: PyTree) -> PyTree:
@@ -393,79 +441,11 @@ class _Call:
 
     def _writes(self) -> list[Write]:
         writes = []
-        for i in sorted(self.plan.written):
+        changed = (leaf.index for leaf in self.new_leaves if leaf.is_changed)
+        for i in sorted(index for index in changed if index is not None):
             slot = Slot(self.objects[self.paths[i][0]], self.paths[i][1:], self.leaves[i])
             writes.append(Write(slot, self.values[i], slot.get()))
         return writes
-
-
-class _Plan:
-    """Record, made while tracing, of the sources of the objects' leaves after the call.
-
-    graphdef: graph of all objects, including those in the auxiliary data.
-    written: indices of the leaves that the function changed.
-    values: the new values, while the function is traced.
-    """
-
-    def __init__(self, graphdef: nnx.GraphDef[Any]) -> None:
-        self.graphdef = graphdef
-        self.written: set[int] = set()
-        self.values: list[Any] = []
-        self._sources: list[tuple[str, Any, Any]] = []
-
-    def add(
-        self,
-        path: tuple[Any, ...],
-        leaf: nnx.Variable[Any] | Array,
-        index: int | None,
-        changed: bool,
-        call: _Call,
-    ) -> None:
-        """Adds one leaf of the objects after the call; `index` is None for a new leaf."""
-        structure = jax.tree.structure(leaf)
-        if index is not None and changed:
-            self.written.add(index)
-        if not changed:
-            source = "unchanged"
-        elif index in call.is_carried:
-            source = "carried"
-            if not _core.are_alike(_value(leaf), call.values[index]):
-                raise JaxmpError(
-                    f"With microbatches={call.microbatches} the function changes the shape or the "
-                    f"dtype of {_text(path[2:])}, from {_brief(call.values[index])} to "
-                    f"{_brief(_value(leaf))}, so it cannot pass from one microbatch to the next. "
-                    "Create it with the shape and the dtype that the function writes."
-                )
-        else:
-            in_aux = path[0] == 1
-            is_sown = isinstance(leaf, nnx.Intermediate)
-            if call.microbatches > 1 and index is None and not (in_aux or is_sown):
-                raise JaxmpError(
-                    f"With microbatches={call.microbatches} the function adds a "
-                    f"{type(leaf).__name__} at {_text(path[2:])}, which cannot pass from one "
-                    "microbatch to the next. Create it before the first step, or return it as "
-                    "auxiliary data (has_aux=True)."
-                )
-            # An existing Variable gets the value of the last microbatch, a new one all values.
-            source = "last" if call.microbatches > 1 and index is not None else "new"
-            self.values.append(_value(leaf))
-        self._sources.append((source, index, structure))
-
-    def outer_leaves(
-        self, leaves: Sequence[Any], carried: dict[int, Any], values: Iterator[Any]
-    ) -> list[Any]:
-        out = []
-        for source, index, structure in self._sources:
-            if source == "unchanged":
-                value = _value(leaves[index])
-            elif source == "carried":
-                value = carried[index]
-            elif source == "last":
-                value = jax.tree.map(lambda stacked: stacked[-1], next(values))
-            else:
-                value = next(values)
-            out.append(structure.unflatten(jax.tree.leaves(value)))
-        return out
 
 
 def _value(leaf: nnx.Variable[Any] | Array) -> PyTree:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from typing import Any, TypeGuard
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +11,7 @@ import numpy as np
 from flax import nnx
 from flax.nnx.filterlib import Filter
 
-from jaxmp._flax._fp8_layers import LayerDot, LayerEinsum, einsum_sizes
+from jaxmp._flax._fp8_layers import LayerDot, LayerEinsum, einsum_sizes, is_stateful
 from jaxmp._flax._layer_table import (
     CONV,
     DOT_GENERAL,
@@ -157,11 +157,6 @@ def trained(wrt: Filter) -> Filter:
 
 # A bridge may have converted a Linen model with such a state before this module was imported.
 nnx.register_variable_name(_overwritten.OVERWRITE, OverwriteWithGradient, overwrite=True)
-
-
-def is_stateful(value: object) -> TypeGuard[LayerDot | LayerEinsum]:
-    """Returns True for an FP8 dot that reads and writes a state."""
-    return isinstance(value, (LayerDot, LayerEinsum)) and value.scaling.is_stateful
 
 
 def set_fp8_state(module: nnx.Module, traits: LayerTraits, changes: dict[str, Any]) -> None:

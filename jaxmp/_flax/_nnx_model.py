@@ -239,13 +239,11 @@ def _check_shared(entries: list[ModuleEntry], policies: _load.PolicyMap) -> None
     for entry in entries:
         if not entry.has_own_policies:
             _check_shared_module(entry, policies)
-        for _, param in entry.params:
-            owners.setdefault(id(param), [])
-    for entry in entries:
         for name, param in entry.params:
-            owners[id(param)] += [(*path, *name.split("/")) for path in entry.paths]
-    for names in owners.values():
-        stored = {_core.parameter_path(path): storage_dtype(policies, path) for path in names}
+            names = ((*path, *name.split("/")) for path in entry.paths)
+            owners.setdefault(id(param), []).extend(names)
+    for paths in owners.values():
+        stored = {_core.parameter_path(path): storage_dtype(policies, path) for path in paths}
         _check_equal("The parameter", stored, "p=f32")
 
 

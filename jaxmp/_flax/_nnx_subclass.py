@@ -13,16 +13,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from flax.nnx.nn.dtypes import promote_dtype as flax_promote_dtype
+from flax.nnx.nn.dtypes import promote_dtype
 
 from jaxmp import _core
 from jaxmp._attention._layer import attention_under_policy
 from jaxmp._core import DTypeLike, PyTree, _compat
 from jaxmp._flax import _labels, _search
 from jaxmp._flax._casts import ModulePolicy, is_complex, keeps_dtype
-from jaxmp._flax._fp8_layers import Promotion, quantizes_float32_kernels, wide_operator
-from jaxmp._flax._layer_table import PREFERRED, DotAttribute, is_flax
-from jaxmp._flax._method_call import MethodCall
+from jaxmp._flax._layer_table import dot_changes, is_flax
+from jaxmp._flax._method_call import MethodCall, running
 from jaxmp._flax._nnx_cast_on_read import (
     ATTRIBUTE,
     Bound,
@@ -207,49 +206,10 @@ def _changes(module: nnx.Module, module_policy: ModulePolicy) -> dict[str, Any]:
         current, default = attributes[traits.attention_fn], nnx.dot_product_attention
         policy, path = module_policy.policy, module_policy.resolved.path
         changes[traits.attention_fn] = attention_under_policy(current, default, policy, path)
-    return changes | _dot_changes(attributes, module_policy)
-
-
-# ---------------------------------------------------------------------------
-# Dots
-# ---------------------------------------------------------------------------
-
-
-def _dot_changes(attributes: dict[str, Any], module_policy: ModulePolicy) -> dict[str, Any]:
-    """Returns the attributes by which a layer's dot runs in FP8 or has a wider result."""
-    dot, resolved = module_policy.traits.dot, module_policy.resolved
-    # An author who replaced Flax's promotion of the operands has chosen their dtypes.
-    if dot is None or attributes.get("promote_dtype", flax_promote_dtype) is not flax_promote_dtype:
-        return {}
-    changes: dict[str, Any] = {}
-    wide = resolved.wide_output
-    if wide is not None and attributes.get(PREFERRED.name) is None:
-        changes = _wide_changes(attributes, dot, wide)
-    is_default = attributes.get(dot.name) in (None, dot.function)
-    scaling = resolved.scaling or resolved.resting
-    if scaling is not None and dot.fp8 is not None and is_default:
-        is_resting = resolved.resting is not None
-        changes[dot.name] = dot.fp8(scaling, wide, resolved.path, is_resting=is_resting)
-        if quantizes_float32_kernels(resolved.scaling) and "promote_dtype" in attributes:
-            has_wide_bias = "promote_dtype" in changes
-            changes["promote_dtype"] = Promotion(wide if has_wide_bias else None, True)
-    return changes
-
-
-def _wide_changes(attributes: dict[str, Any], dot: DotAttribute, wide: np.dtype) -> dict[str, Any]:
-    """Returns the attributes by which a layer's dot has a result in `wide`."""
-    if attributes.get(f"{dot.name}_cls") is not None:
-        return {}
-    function: Any = wide
-    if dot.function is not None and attributes.get(dot.name) in (None, dot.function):
-        function = wide_operator(dot.function, wide)
-    elif PREFERRED.name in attributes:
-        dot = PREFERRED
-    else:
-        return {}
-    changes = {dot.name: function}
-    if "promote_dtype" in attributes:
-        changes["promote_dtype"] = Promotion(wide, False)
+    if traits.dot is not None:
+        is_default = attributes.get(traits.dot.name) in (None, traits.dot.function)
+        resolved = module_policy.resolved
+        changes |= dot_changes(attributes, traits, resolved, promote_dtype, is_default=is_default)
     return changes
 
 
@@ -257,17 +217,6 @@ def _wide_changes(attributes: dict[str, Any], dot: DotAttribute, wide: np.dtype)
 # Calls
 # ---------------------------------------------------------------------------
 
-
-class _Frames(threading.local):
-    """Calls of wrapped modules that a thread is running, the innermost last."""
-
-    def __init__(self) -> None:
-        self.stack: list[MethodCall] = []
-        # The precision of FP32 matmuls outside of all these calls.
-        self.ambient: str | None = None
-
-
-_frames = _Frames()
 
 # Modules, and the parts into which they are split, are pytrees that must not be cast.
 _OPAQUE = (nnx.Pytree, nnx.Variable, nnx.State, nnx.GraphDef)
@@ -277,9 +226,14 @@ def _is_opaque(value: object) -> bool:
     return isinstance(value, _OPAQUE)
 
 
-def _own_params(module: Any) -> list[Any]:
-    own = (value for value in vars(module).values() if isinstance(value, nnx.Param))
-    return [value.get_raw_value() for value in own]
+class NNXCall(MethodCall):
+    """Call of a method of a wrapped NNX module."""
+
+    is_leaf = staticmethod(_is_opaque)
+
+    def own_params(self) -> list[Any]:
+        own = (value for value in vars(self.module).values() if isinstance(value, nnx.Param))
+        return [value.get_raw_value() for value in own]
 
 
 def call_method(
@@ -299,7 +253,7 @@ def call_method(
       call: the method, bound to the module.
       args, kwargs: its arguments.
     """
-    if _frames.stack or bound.is_decision:
+    if bound.is_decision or NNXCall in map(type, running()):
         return _call(bound, module, name, call, args, kwargs)
     # Before the model is searched: in that trace no warning is shown.
     _device.check_training(bound.policies, lambda: nnx.state(module, nnx.Param), bound.mark)
@@ -336,40 +290,34 @@ def _call(
     kwargs: dict[str, PyTree],
 ) -> PyTree:
     """Calls a method as `call_method` does, when the results of layers are known."""
-    policy = bound.module_policy
-    caller = _frames.stack[-1] if _frames.stack else None
-    caller = caller if caller and bound_of(caller.module) == bound else None
-    if caller is None:
+    under_policy = NNXCall(module, bound.module_policy, name)
+    if under_policy.caller is None:
         # Modules may have been added to a Python list or dict.
         containers = (item for item in vars(module).items() if type(item[1]) in (list, dict))
         for attribute, value in containers:
             _warn_of_unwrapped(bound, attribute, value)
-    is_forward = caller is None or not caller.is_forward
-    is_forward = is_forward and policy.is_forward(name)
-    as_author = is_forward and _keeps_dtype(module, bound, (args, kwargs))
-    is_decision = is_forward and _labels.is_decision(policy.traits, bound.cls, bound.path, name)
-    if is_decision and not (as_author or bound.is_decision):
-        copy = _author_copy(bound, module)
-        decision = Bound(bound.policies, bound.path, bound.cls, bound.author, bound.outputs, True)
-        vars(copy).update({**_changes(copy, decision.module_policy), ATTRIBUTE: decision})
-        object.__setattr__(copy, "__class__", type(module))
-        return _call_copy(copy, module, name, *args, **kwargs)
-    under_policy = MethodCall(
-        module, policy, name, caller, as_author, _own_params, is_leaf=_is_opaque
-    )
-    call = _replaced(under_policy, bound, call)
-    return under_policy.run(call, args, kwargs, _entered(under_policy, bound))
+    if under_policy.at_boundary:
+        is_decision = _labels.is_decision(bound.module_policy, name)
+        if _keeps_dtype(bound, under_policy, (args, kwargs)):
+            under_policy = dataclasses.replace(under_policy, keeps_dtype=True)
+            call = functools.partial(_call_copy, _author_copy(bound, module), module, name)
+        elif is_decision and not bound.is_decision:
+            copy = _author_copy(bound, module)
+            vars(copy).update(_changes(copy, bound.decision.module_policy))
+            vars(copy)[ATTRIBUTE] = bound.decision
+            object.__setattr__(copy, "__class__", type(module))
+            return _call_copy(copy, module, name, *args, **kwargs)
+        else:
+            call = _replaced(bound, module, name, call)
+    return under_policy.run(call, args, kwargs, _scope(bound, under_policy))
 
 
 def _replaced(
-    under_policy: MethodCall, bound: Bound, call: Callable[..., PyTree]
+    bound: Bound, module: nnx.Module, name: str, call: Callable[..., PyTree]
 ) -> Callable[..., PyTree]:
     """Returns the function that replaces `call`, a method of a Flax layer."""
-    module, name = under_policy.module, under_policy.method
     wide = bound.module_policy.resolved.wide_output
-    if under_policy.keeps_dtype:
-        return functools.partial(_call_copy, _author_copy(bound, module), module, name)
-    if not under_policy.at_boundary:
+    if not bound.module_policy.traits.embedding:
         return call
     if name == "__call__" and _looks_up_float32(bound, module):
         return functools.partial(_lookup, bound, module)
@@ -392,16 +340,15 @@ def _warn_of_unwrapped(bound: Bound, name: str, value: PyTree) -> None:
             return
 
 
-def _keeps_dtype(module: nnx.Module, bound: Bound, operands: PyTree) -> bool:
+def _keeps_dtype(bound: Bound, under_policy: NNXCall, operands: PyTree) -> bool:
     """Returns True if a Flax layer, or an enclosing one, computes in its author's dtype."""
-    if _frames.stack and _frames.stack[-1].keeps_dtype:
+    if running() and running()[-1].keeps_dtype:
         return True
     name = bound.module_policy.traits.dtype
     if not name:
         return False
-    author = dict(bound.author).get(name, vars(module).get(name))
-    values = _own_params(module), operands
-    return is_complex(author) or keeps_dtype(values, _is_opaque)
+    author = dict(bound.author).get(name, vars(under_policy.module).get(name))
+    return is_complex(author) or keeps_dtype((under_policy.own_params(), operands), _is_opaque)
 
 
 def _author_copy(bound: Bound, module: nnx.Module) -> nnx.Module:
@@ -463,28 +410,18 @@ def _wide_attend(module: Any, wide: np.dtype) -> Callable[..., jax.Array]:
 
 
 @contextlib.contextmanager
-def _entered(frame: MethodCall, bound: Bound) -> Iterator[None]:
-    """Runs one method under its precision and name scope, and a forward pass under its policies."""
-    stack = _frames.stack
-    if not stack:
-        _frames.ambient = jax.config.jax_default_matmul_precision  # pyright: ignore
-    outer = stack[-1].module_policy.policy if stack else None
-    precision = _device.precision_scope(frame.module_policy.policy, outer, _frames.ambient)
-    active = _compat.current_context().policies == bound.policies
+def _scope(bound: Bound, under_policy: NNXCall) -> Iterator[None]:
+    """Runs one method under its name scope, and a forward pass under its policies."""
+    is_active = _compat.current_context().policies == bound.policies
     policies = _compat.context(policies=bound.policies)
-    policies = policies if frame.is_forward and not active else contextlib.nullcontext()
-    scope = _named(bound, frame.method)
-    stack.append(frame)
-    try:
-        with policies, precision, scope:
-            yield
-    finally:
-        stack.pop()
+    is_entered = under_policy.is_forward and not is_active
+    with policies if is_entered else contextlib.nullcontext(), _named(bound, under_policy.method):
+        yield
 
 
 def _named(bound: Bound, method: str) -> contextlib.AbstractContextManager[Any]:
     """Opens a name scope with the module's path below its caller, as Linen does."""
-    caller = bound_of(_frames.stack[-1].module) if _frames.stack else None
+    caller = bound_of(running()[-1].module) if running() else None
     names = bound.path or (bound.cls.__name__,)
     if caller is not None and caller.policies == bound.policies:
         if caller.path == bound.path:

@@ -66,28 +66,17 @@ def constrain_variables(variables: PyTree, shardings: Mapping[Path, NamedShardin
         shapes = {names: jax.numpy.shape(_unboxed(leaf)) for names, leaf in arrays.items()}
         required = (names for names, leaf in arrays.items() if not _is_box(leaf))
         _core.check_tree("shardings", shardings, "the model", shapes, required)
-    changed = False
 
     def of_leaf(key_path: tuple[object, ...], leaf: Any) -> Any:
-        nonlocal changed
-        array = _unboxed(leaf)
-        if not isinstance(array, jax.Array):
+        array, sharding = _unboxed(leaf), shardings.get(_core.path_names(key_path))
+        spec = _spec_of_box(leaf) if sharding is None else sharding.spec
+        if spec is None or not isinstance(array, jax.Array):
             return leaf
-        sharding = shardings.get(_core.path_names(key_path))
-        if sharding is not None:
-            spec = sharding.spec
-        else:
-            spec = _spec_of_box(leaf) if isinstance(leaf, nn.Partitioned) else None
-            spec = None if spec is None or len(spec) != array.ndim else spec
-        is_argument = sharding is not None
-        constrained = array if spec is None else constrain(array, spec, is_argument=is_argument)
-        if constrained is array:
-            return leaf
-        changed = True
-        return leaf.replace_boxed(constrained) if isinstance(leaf, nn.Partitioned) else constrained
+        constrained = constrain(array, spec, is_argument=sharding is not None)
+        return leaf.replace_boxed(constrained) if _is_box(leaf) else constrained
 
     params = jax.tree_util.tree_map_with_path(of_leaf, variables["params"], is_leaf=_is_box)
-    return {**variables, "params": params} if changed else variables
+    return {**variables, "params": params}
 
 
 def _unboxed(leaf: Any) -> Any:
@@ -98,10 +87,15 @@ def _is_box(leaf: object) -> bool:
     return isinstance(leaf, nn.Partitioned)
 
 
-def _spec_of_box(box: nn.Partitioned[Any]) -> PartitionSpec | None:
-    if isinstance(box, nn.LogicallyPartitioned):
-        return nn.logical_to_mesh_axes(box.names, box.rules or None)
-    return box.get_partition_spec()
+def _spec_of_box(leaf: Any) -> PartitionSpec | None:
+    """Returns the partition spec of a boxed array; None without one that has all dimensions."""
+    if not _is_box(leaf):
+        return None
+    if isinstance(leaf, nn.LogicallyPartitioned):
+        spec = nn.logical_to_mesh_axes(leaf.names, leaf.rules or None)
+    else:
+        spec = leaf.get_partition_spec()
+    return None if spec is None or len(spec) != leaf.value.ndim else spec
 
 
 # ---------------------------------------------------------------------------

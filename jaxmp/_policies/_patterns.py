@@ -206,19 +206,8 @@ def own_inputs(cls: type, names: Names) -> Names:
     return tuple(name for name in names if accepts_any or name in accepted)
 
 
-class Kept(NamedTuple):
-    """Arguments of one method that are not cast."""
-
-    positions: frozenset[int] = frozenset()
-    names: frozenset[str] = frozenset()
-
-
-NOTHING_KEPT = Kept()
-
-
-@functools.cache
-def kept_inputs(cls: type, method: str, names: Names) -> Kept:
-    """Returns the arguments of a method that are not cast, also if they are passed by position.
+def kept_inputs(cls: type, method: str, names: Names) -> frozenset[int | str]:
+    """Returns the positions and the names of the arguments of a method that are not cast.
 
     Args:
       cls: the module's class.
@@ -228,4 +217,4 @@ def kept_inputs(cls: type, method: str, names: Names) -> Kept:
     arguments = methods_of(cls).get(method)
     ordered = () if arguments is None else arguments.positional
     positions = (index for index, name in enumerate(ordered) if name in names)
-    return Kept(frozenset(positions), frozenset(names))
+    return frozenset([*positions, *names])

@@ -7,6 +7,7 @@ attention layers read the `ResolvedPolicy` that it returns.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Iterable, Mapping
 from typing import Any, Self
 
@@ -175,12 +176,12 @@ class ResolvedPolicy:
     narrow: str = ""
     resting: Scaling | None = None
 
-    @property
+    @functools.cached_property
     def rule_names_output(self) -> bool:
         """True if the deciding rule names an output dtype."""
         return self.rule is not None and self.rule.output_dtype is not None
 
-    @property
+    @functools.cached_property
     def casts_output(self) -> bool:
         """True for the root, and for modules whose deciding rule names an output dtype."""
         return not self.path or self.rule_names_output
