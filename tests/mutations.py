@@ -506,6 +506,31 @@ MUTATIONS = [
         ("test_autocast.py::test_a_shared_function_runs_for_the_priorities_of_its_operands",),
     ),
     Mutation(
+        "autocast loses what a function writes to Flax objects",
+        "jaxmp/_autocast/__init__.py",
+        "        writing.write(flax_objects((args, kwargs)), values)\n",
+        "",
+        (
+            "test_nnx_gradients.py::test_autocast_writes_to_flax_objects_in_the_dtypes_of_the_function",
+        ),
+    ),
+    Mutation(
+        "reading a state takes nnx.Rngs for an optimizer",
+        "jaxmp/_core/_trees.py",
+        ' and not hasattr(node, "_no_name")',
+        "",
+        (
+            "test_nnx.py::test_reading_an_optimizer_returns_fp32_parameters_and_draws_no_random_numbers",
+        ),
+    ),
+    Mutation(
+        "an array that is an attribute of an NNX module cannot be differentiated",
+        "jaxmp/_flax/_shardings.py",
+        "    if not isinstance(variable, nnx.Variable):\n        return variable",
+        "    if False:\n        return variable",
+        ("test_nnx_gradients.py::test_an_array_that_is_an_attribute_is_differentiated",),
+    ),
+    Mutation(
         "a function whose matmuls are all in a custom_vjp gets no warning",
         "jaxmp/_autocast/__init__.py",
         " or interpreter.uncast_text(name)",

@@ -87,6 +87,16 @@ def test_it_trains_and_a_skipped_step_restores_everything_but_random_state(name,
     jaxmp.check(optimizer)
 
 
+def test_reading_an_optimizer_returns_fp32_parameters_and_draws_no_random_numbers():
+    model, optimizer, _, _ = setup(recipe_for("fp16"))
+    masters, params = jaxmp.get_master_params(optimizer), nnx.as_pure(nnx.state(model, nnx.Param))
+    jax.tree.map(np.testing.assert_array_equal, masters, params)
+    rngs = nnx.Rngs(0)
+    for read in (jaxmp.check, jaxmp.get_loss_scale, jaxmp.get_skip_stats):
+        read((optimizer, rngs))
+    assert int(rngs.default.count[...]) == 0
+
+
 def test_parameters_are_their_cast_masters():
     model, optimizer, x, y = setup(recipe_for("bf16_params"))
     step = make_step(1)

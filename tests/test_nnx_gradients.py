@@ -219,6 +219,17 @@ def test_modules_in_containers_and_functions_as_decorators():
     assert count == 8 and run(models, X)[0][0] < before
 
 
+def test_an_array_that_is_an_attribute_is_differentiated():
+    class Arrays(nnx.Module):
+        def __init__(self):
+            self.w = nnx.data(X)
+
+    run = jaxmp.nnx.value_and_grad(
+        lambda model: jnp.sum(model.w**2), wrt=lambda path, _: "w" in path
+    )
+    np.testing.assert_allclose(run(Arrays())[1]["w"], 2 * X)
+
+
 def test_a_module_shared_by_two_arguments():
     shared = nnx.Linear(4, 4, rngs=nnx.Rngs(0))
     one, two = nnx.Sequential(shared, jnp.tanh), nnx.Sequential(shared, nnx.relu)
@@ -457,6 +468,24 @@ def test_a_skip_restores_arrays_metrics_and_parameters_that_the_forward_pass_wro
     step(model, optimizer, metric, X)
     assert int(model.encoder.count) == 1 and int(metric.count[...]) == 1
     np.testing.assert_allclose(jnp.linalg.norm(model.w[...]), 1.0, atol=0.1)
+
+
+def test_autocast_writes_to_flax_objects_in_the_dtypes_of_the_function():
+    plain, cast = objects(), objects()
+    policies = jaxmp.PolicyMap("fp32", [jaxmp.Rule("", "o=bf16")])
+    for fn, (model, rngs, encoder, more) in (
+        (loss_fn, plain),
+        (jaxmp.autocast(loss_fn, policies), cast),
+    ):
+        loss = fn(model, X, Y, rngs, encoder, more=more)
+    assert loss.dtype == jnp.bfloat16 and int(cast[2].count) == 1
+    compare = functools.partial(np.testing.assert_allclose, rtol=1e-5)
+    jax.tree.map(compare, *(arrays(nnx.state(tree)) for tree in (cast, plain)))
+    assert jax.tree.map(jnp.shape, nnx.state(cast)) == jax.tree.map(jnp.shape, nnx.state(plain))
+    frozen = nnx.Linear(4, 4, rngs=nnx.Rngs(0))
+    jax.jit(lambda x: jaxmp.autocast(lambda model, x: model(x), "bf16")(frozen, x))(X)
+    with pytest.warns(jaxmp.errors.RecipeWarning, match="adds 'new' to a Flax object"):
+        jaxmp.autocast(lambda model: setattr(model, "new", nnx.Param(X)), "bf16")(frozen)
 
 
 @pytest.mark.usefixtures("check_leaks")

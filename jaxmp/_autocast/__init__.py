@@ -24,6 +24,7 @@ import jax
 
 from jaxmp import _core, _programs
 from jaxmp._autocast._explain import AutocastExplanation, Recorder
+from jaxmp._autocast._flax_objects import Writing, flax_objects
 from jaxmp._autocast._replay import Autocast
 from jaxmp._autocast._resolve import make_config, trace
 from jaxmp._policies import _device, _load
@@ -74,7 +75,8 @@ def autocast(
     matmuls, and why some stay in 16 bits.
 
     Args:
-      fn: a pure function of pytrees of arrays. Arguments that are not arrays are passed unchanged.
+      fn: a function of pytrees of arrays. Arguments that are not arrays are passed unchanged. What
+        it writes to Flax NNX objects in its arguments is written to those of the caller.
       recipe: a recipe's name, a policy string, a `Policy`, a `PolicyMap` or a `Recipe`. Rules
         match the paths of name scopes, such as those of Flax modules. `param_dtype` has no effect.
       ops: changes to the op table of the recipe, such as `{"exp": "low"}`; None for no changes.
@@ -108,13 +110,16 @@ def autocast(
     def autocast_fn(*args: P.args, **kwargs: P.kwargs) -> R:
         _device.check_training(config.policies, lambda: (args, kwargs), mark)
         with _explain.decisions(config.policies.default.matmul == "fp8") as rows:
-            traced, in_custom_vjp = trace(fn, args, kwargs)
+            writing = Writing(fn)
+            traced, in_custom_vjp = trace(writing, args, kwargs)
             interpreter = Autocast(config, in_custom_vjp, lists_calls=_explain.is_explained())
-            arrays = interpreter.function(traced.closed, traced.arrays)
+            arrays = interpreter.function(traced.closed, traced.arrays, writing.count)
         name = f"autocast({getattr(fn, '__name__', 'fn')}, ...)"
         if text := _explain.unused_text(name, rows) or interpreter.uncast_text(name):
             _core.warn_user(text, repeats=False)
-        return traced.results(arrays)
+        out, values = traced.results(arrays)
+        writing.write(flax_objects((args, kwargs)), values)
+        return out
 
     return _core.warn_if_dropped(autocast_fn, "loss_fn = jaxmp.autocast(loss_fn, recipe)")
 

@@ -63,12 +63,13 @@ class Autocast(_programs.InPlace):
         self.matmul_as_written: JaxprEqn | None = None
         self.casts_matmul = False
 
-    def function(self, closed: ClosedJaxpr, args: list[Array]) -> list[Array]:
+    def function(self, closed: ClosedJaxpr, args: list[Array], states: int = 0) -> list[Array]:
         """Runs the whole function.
 
         Args:
           closed: its jaxpr.
           args: arrays, one for each input variable.
+          states: number of last results that keep their recorded dtypes.
 
         Returns:
           The results in their recorded dtypes, or in the output dtype of a rule for the root.
@@ -81,8 +82,9 @@ class Autocast(_programs.InPlace):
         used = _programs.wide_results(jaxpr) if named is None else ()
         outs = self.run(closed, [Value(arg, Priority.ARGUMENT) for arg in args], state=used)
         self.config.check_required(self.seen)
-        pairs = zip(outs, [var.aval for var in jaxpr.outvars], strict=True)
-        return [returned(out, aval, named or getattr(aval, "dtype", None)) for out, aval in pairs]
+        named = [named] * (len(outs) - states) + [None] * states
+        rows = zip(outs, [var.aval for var in jaxpr.outvars], named, strict=True)
+        return [returned(out, aval, d or getattr(aval, "dtype", None)) for out, aval, d in rows]
 
     def constant(self, array: Any) -> Value:
         return Value(array, Priority.ARGUMENT)

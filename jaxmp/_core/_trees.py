@@ -124,6 +124,11 @@ def is_key(leaf: object) -> bool:
     return dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key)
 
 
+def has_fields(node: object, *names: str) -> bool:
+    """Returns True if an object has attributes, but not if it has all, as `nnx.Rngs` does."""
+    return all(hasattr(node, name) for name in names) and not hasattr(node, "_no_name")
+
+
 def is_inexact(leaf: object) -> bool:
     """Returns True if `leaf` is an array of 16 to 64-bit floats, or of complex numbers."""
     dtype = dtype_of(leaf)

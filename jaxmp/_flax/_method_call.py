@@ -23,7 +23,7 @@ import jax
 from jaxmp import _core, _programs
 from jaxmp._core import Array, DTypeLike, PyTree
 from jaxmp._flax import _casts, _labels, _missing_precision
-from jaxmp._policies import _device, _patterns
+from jaxmp._policies import _device
 from jaxmp.fp8 import _explain
 
 # ---------------------------------------------------------------------------
@@ -262,13 +262,10 @@ def explain_mismatch(
     name = module_policy.resolved.path
     below, subtree = (f"{name}/*", f"{name}/**") if name else ("*", "**")
     if is_refused:
-        methods = _patterns.methods_of(module_policy.cls)
-        inputs = methods["__call__"].names if "__call__" in methods else ()
         fix = (
             "JAX has no 16-bit form of the operation. Convert its operand in the module: "
-            "x.astype(jnp.float32). If it is a parameter of the module, read it in float32: "
-            f"Rule({name + ':*'!r}, 'c=f32'). If it is an argument, and float32 outside of the "
-            f"module, do not cast it: Rule({name!r}, keep_inputs={[*inputs[:1]] or ['x']})."
+            "x.astype(jnp.float32). If it is a parameter or an argument of the module, compute the "
+            f"module, without the modules below it, in float32: Rule({name!r}, 'c=f32')."
         )
     elif method:
         fix = (

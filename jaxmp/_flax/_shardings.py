@@ -108,8 +108,10 @@ def _spec_of_box(leaf: Any) -> PartitionSpec | None:
 SPEC = "jaxmp_spec"
 
 
-def constrain_variable(variable: nnx.Variable[Any]) -> nnx.Variable[Any]:
+def constrain_variable(variable: Any) -> Any:
     """Constrains the array of a Variable to the sharding in its metadata."""
+    if not isinstance(variable, nnx.Variable):
+        return variable  # It is an array, which may be an attribute of a module, too.
     value, metadata = variable.get_raw_value(), variable.get_metadata()
     names = metadata.get(SPEC, metadata.get("out_sharding"))
     if names is None or not isinstance(value, jax.Array):

@@ -298,7 +298,7 @@ def _row_counts(arg: PyTree) -> set[int]:
 
 
 def _check_differentiable(index: int, arg: PyTree) -> None:
-    if hasattr(arg, "params") and hasattr(arg, "opt_state"):
+    if _core.has_fields(arg, "params", "opt_state"):
         raise JaxmpError(
             f"Argument {index} is a {type(arg).__name__}, not a tree of parameters. Differentiate "
             "its parameters, with its loss scale: state.value_and_grad(loss_fn)(batch)."

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import orbax.checkpoint as ocp
 
+from jaxmp import _core
 from jaxmp._core import Path, PyTree
 
 if TYPE_CHECKING:
@@ -68,7 +69,7 @@ def trained_models(nodes: list[tuple[Path, nnx.Pytree]]) -> list[tuple[Path, Pat
 
 
 def _optimizers(node: nnx.Pytree) -> list[tuple[Path, Any]]:
-    return [(path, part) for path, part in _parts(node) if hasattr(part, "opt_state")]
+    return [(path, part) for path, part in _parts(node) if _core.has_fields(part, "opt_state")]
 
 
 def _parts(node: nnx.Pytree) -> list[tuple[Path, Any]]:

@@ -93,7 +93,7 @@ def check_step_size(step_size: float | Array, argument: str) -> None:
 
 def _parameters(tree: PyTree) -> PyTree:
     """Returns the parameters of a train state or an optimizer in FP32; another tree unchanged."""
-    is_state = hasattr(tree, "opt_state") or master_states(tree)
+    is_state = _core.has_fields(tree, "opt_state") or master_states(tree)
     return get_master_params(tree) if is_state else tree
 
 

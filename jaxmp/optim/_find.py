@@ -117,7 +117,7 @@ def only(nodes: list[tuple[str, Any]], description: str) -> Any:
 
 def plain(tree: PyTree) -> PyTree:
     """Returns a tree with arrays in place of the Variables of Flax NNX."""
-    is_variable = lambda node: hasattr(node, "get_value")
+    is_variable = lambda node: hasattr(type(node), "get_value")
     return jax.tree.map(_compat.plain_array, tree, is_leaf=is_variable)
 
 
@@ -148,8 +148,8 @@ def get_master_params(state: PyTree) -> PyTree:
     """Returns the parameters in full precision, with masters for those stored in 16 bits.
 
     Args:
-      state: a train state (an object with `params` and `opt_state`), or an optimizer state in which
-        every parameter has an FP32 master.
+      state: a train state (an object with `params` and `opt_state`), a `jaxmp.nnx.Optimizer`
+        outside of `nnx.jit`, or an optimizer state in which every parameter has an FP32 master.
 
     Returns:
       A tree like the parameters.
@@ -166,13 +166,21 @@ def get_master_params(state: PyTree) -> PyTree:
       JaxmpError: for an optimizer state alone that does not contain all values, because FP32
         parameters have no second copy and packed remainders contain only 16 of the 32 bits.
     """
-    if hasattr(state, "params") and hasattr(state, "opt_state"):
+    if _core.has_fields(state, "params", "opt_state"):
         params, overwritten = _overwritten.split(state.params)
         full = replace_by_masters(params, state.opt_state)
         return _overwritten.join(full, overwritten, state.params)
+    if (params := params_of_model(state)) is not None:
+        return replace_by_masters(params, plain(state.opt_state))
     node = only(find(state, MasterParamsState), "set of master parameters")
     _check_complete(node)
     return node.masters
+
+
+def params_of_model(optimizer: Any) -> PyTree:
+    """Returns the parameters of the model that a `jaxmp.nnx.Optimizer` trains; None for others."""
+    is_own = _core.has_fields(optimizer, "_trained_params")
+    return optimizer._trained_params() if is_own else None
 
 
 def _check_complete(node: MasterParamsState) -> None:
@@ -182,7 +190,8 @@ def _check_complete(node: MasterParamsState) -> None:
         raise JaxmpError(
             f"{len(without)} of {len(layout.storage)} parameters (such as {without[0]!r}) are "
             "stored in FP32 without a second copy in the optimizer state. "
-            "Pass the train state: jaxmp.get_master_params(train_state)."
+            "Pass the train state: jaxmp.get_master_params(train_state); in NNX, the optimizer, "
+            "outside of nnx.jit: jaxmp.get_master_params(optimizer)."
         )
     if layout.master == "packed":
         raise JaxmpError(
@@ -250,7 +259,7 @@ def _is_whole(node: PyTree) -> bool:
     """Returns True for the state of one optimizer, and for a train state, which was checked."""
     # A tuple with several guards contains several optimizers.
     is_one = not _is_chain(node) or len(find(node, SkipNonfiniteState)) == 1
-    return hasattr(node, "value_and_grad") or (is_one and _is_optimizer(node))
+    return _core.has_fields(node, "value_and_grad") or (is_one and _is_optimizer(node))
 
 
 def _is_optimizer(node: PyTree) -> bool:

@@ -9,12 +9,13 @@ import jax
 import numpy as np
 from jax.core import Tracer
 
+from jaxmp import _core
 from jaxmp._core import Array, PyTree, _compat
 from jaxmp._gradients import _loss_scale
 from jaxmp.errors import JaxmpError, MasterOverflowError, ScaleCollapsedError, SkippedStepsWarning
 from jaxmp.fp8 import _overwritten
 from jaxmp.optim._assign import warn_of_replaced
-from jaxmp.optim._find import check_plain_loop, find, only, plain
+from jaxmp.optim._find import check_plain_loop, find, only, params_of_model, plain
 from jaxmp.optim._layout import leaves_by_path, master_states
 from jaxmp.optim._skip import SkipNonfiniteState, SkipStats
 
@@ -103,10 +104,9 @@ def check(state: PyTree, *, skipped_in_a_row: int = _SKIPPED_IN_A_ROW) -> None:
 
 def _pairs(state: PyTree) -> Iterator[tuple[str, Array, Array]]:
     """Yields path, parameter and master of each train state and NNX optimizer in a tree."""
-    has_state = lambda node: hasattr(node, "opt_state")
+    has_state = lambda node: _core.has_fields(node, "opt_state")
     for node in filter(has_state, jax.tree.leaves(state, is_leaf=has_state)):
-        of_model = getattr(node, "_trained_params", None)
-        params, _ = _overwritten.split(of_model() if of_model else getattr(node, "params", None))
+        params, _ = _overwritten.split(getattr(node, "params", params_of_model(node)))
         by_path = leaves_by_path(params)
         for masters in master_states(plain(node.opt_state)):
             for _, path, master in masters.values():

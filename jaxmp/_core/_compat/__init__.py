@@ -128,7 +128,7 @@ def scan_counts(params: Mapping[str, Any]) -> tuple[int, int]:
 
 def plain_array(leaf: Any) -> Any:
     """Returns the array of a Flax NNX Variable; any other leaf is returned unchanged."""
-    return leaf.get_value() if hasattr(leaf, "get_value") else leaf
+    return leaf.get_value() if hasattr(type(leaf), "get_value") else leaf
 
 
 def can_update(variable: nnx.Variable) -> bool:

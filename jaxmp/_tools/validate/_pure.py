@@ -218,7 +218,7 @@ def _strong(leaf: PyTree) -> PyTree:
 
 
 def _is_train_state(node: object) -> bool:
-    return hasattr(node, "params") and hasattr(node, "opt_state")
+    return _core.has_fields(node, "params", "opt_state")
 
 
 def _owner(state: PyTree) -> PyTree:
@@ -288,7 +288,7 @@ def _pure_nnx(run: TrainingRun, nodes: tuple[Any, ...]) -> PureRun:
         return nnx.as_pure(nnx.split(live)[1])
 
     def opt_states(arrays: PyTree) -> list[PyTree]:
-        optimizers = (node for node in objects(arrays) if hasattr(node, "opt_state"))
+        optimizers = (node for node in objects(arrays) if _core.has_fields(node, "opt_state"))
         return [nnx.as_pure(node.opt_state) for node in optimizers]
 
     def params(arrays: PyTree) -> PyTree:
@@ -300,7 +300,8 @@ def _pure_nnx(run: TrainingRun, nodes: tuple[Any, ...]) -> PureRun:
         trees = {}
         for index, node in enumerate(objects(arrays)):
             kinds = (nnx.Not(nnx.Param),) if index == number else ()
-            values = node.opt_state if hasattr(node, "opt_state") else nnx.state(node, *kinds)
+            is_optimizer = _core.has_fields(node, "opt_state")
+            values = node.opt_state if is_optimizer else nnx.state(node, *kinds)
             trees[f"{type(node).__name__}[{index}]"] = nnx.as_pure(values)
         return {"/".join(path): leaf for path, leaf in _core.leaves_with_path(trees)}
 
