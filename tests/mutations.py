@@ -1508,9 +1508,26 @@ MUTATIONS = [
     Mutation(
         "autocast multiplies batches of vectors as XLA's CPU compiler refuses",
         "jaxmp/_core/_wide.py",
-        'lax.optimization_barrier(out) if _compat.target() == "cpu" else out',
-        "out",
+        'barrier = lax.optimization_barrier if _compat.target() == "cpu" else lambda array: array',
+        "barrier = lambda array: array",
         ("test_autocast_decisions.py::test_xla_compiles_wide_results_on_a_cpu",),
+    ),
+    Mutation(
+        "a transposed last layer multiplies as XLA's CPU compiler refuses",
+        "jaxmp/_programs/_matmuls.py",
+        'if dtypes and _compat.target() == "cpu":',
+        "if False:",
+        (
+            "test_autocast_decisions.py::test_xla_compiles_wide_results_on_a_cpu",
+            "test_search.py::test_xla_compiles_a_transposed_last_layer_on_a_cpu",
+        ),
+    ),
+    Mutation(
+        "autocast rounds the covariance of a Kalman filter",
+        "jaxmp/_programs/_uses.py",
+        "return [_of_factor(equation, n) | solved for n in range(count)]",
+        "return [_of_factor(equation, n) for n in range(count)]",
+        ("test_autocast_linalg.py::test_a_filter_computes_its_covariance_in_fp32",),
     ),
     Mutation(
         "the fix of a gather does not split the copy",
@@ -1932,6 +1949,13 @@ MUTATIONS = [
         "        return FixTrial(FAILS)\n",
         "        return FixTrial(WORKS)\n",
         ("test_audit_fixes.py::test_code_that_does_not_run_is_not_printed",),
+    ),
+    Mutation(
+        "the fix of a carry does not run without the others",
+        "jaxmp/_tools/fixes/_trial.py",
+        "_MOST_TRIALS and not runs(used):",
+        "_MOST_TRIALS and False:",
+        ("test_audit_fixes.py::test_a_fix_of_a_carry_runs_alone",),
     ),
     Mutation(
         "the closures of functions are not patched",
