@@ -1951,6 +1951,13 @@ MUTATIONS = [
         ("test_audit_fixes.py::test_code_that_does_not_run_is_not_printed",),
     ),
     Mutation(
+        "the fix of a root casts a variance that was rounded",
+        "jaxmp/_tools/audit/_origins.py",
+        "return max(sizes) > sizes[0] and any(map(_is_rounding, _inside(equation)))",
+        "return False",
+        ("test_audit_fixes.py::test_fixes_of_operations_remove_the_rounding",),
+    ),
+    Mutation(
         "the fix of a carry does not run without the others",
         "jaxmp/_tools/fixes/_trial.py",
         "_MOST_TRIALS and not runs(used):",

@@ -186,6 +186,11 @@ def decayed(u, factor):
             ],
             lambda x: np.log1p(np.exp(x * 1e-3)).mean(),
         ),
+        # The variance is rounded inside of its function.
+        (
+            ["v = x.var(-1)", "return jnp.sqrt(v + 1e-5).astype(jnp.float32).mean()"],
+            lambda x: np.sqrt(x.var(-1) + 1e-5).mean(),
+        ),
     ],
 )
 def test_fixes_of_operations_remove_the_rounding(body, reference, tmp_path):
