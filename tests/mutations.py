@@ -1951,11 +1951,25 @@ MUTATIONS = [
         ("test_audit_fixes.py::test_code_that_does_not_run_is_not_printed",),
     ),
     Mutation(
+        "a step whose arguments are shapes counts as finite",
+        "jaxmp/_tools/nonfinite/_locate.py",
+        "    _measure.check_usable(traced)\n",
+        "    return NonfiniteReport(reproduced=False)\n",
+        ("test_nonfinite.py::test_shapes_are_refused",),
+    ),
+    Mutation(
+        "two options that exclude each other are accepted",
+        "jaxmp/_tools/cli/_app.py",
+        "if len(passed) > 1:",
+        "if False:",
+        ("test_cli.py::test_a_mistake_is_one_message",),
+    ),
+    Mutation(
         "the fix of a root casts a variance that was rounded",
         "jaxmp/_tools/audit/_origins.py",
         "return max(sizes) > sizes[0] and any(map(_is_rounding, _inside(equation)))",
         "return False",
-        ("test_audit_fixes.py::test_fixes_of_operations_remove_the_rounding",),
+        ("test_audit_fixes.py::test_the_fix_of_a_variance_does_not_cast_what_was_rounded",),
     ),
     Mutation(
         "the fix of a carry does not run without the others",
