@@ -1958,6 +1958,13 @@ MUTATIONS = [
         ("test_nonfinite.py::test_shapes_are_refused",),
     ),
     Mutation(
+        "an example splits a batch unevenly",
+        "examples/command_line.py",
+        "if value % number:",
+        "if False:",
+        ("test_examples.py::test_an_argument_that_is_not_allowed_is_one_sentence",),
+    ),
+    Mutation(
         "two options that exclude each other are accepted",
         "jaxmp/_tools/cli/_app.py",
         "if len(passed) > 1:",
