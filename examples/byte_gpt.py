@@ -12,16 +12,13 @@ import hashlib
 import sysconfig
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
-import typer
 from flax import nnx
-
-import jaxmp
 
 VOCABULARY = 256  # a token is a byte
 
@@ -180,22 +177,3 @@ def even_batches(text: np.ndarray, count: int, batch_size: int, seq_len: int):
 
 def _windows(text: np.ndarray, starts: np.ndarray, seq_len: int) -> np.ndarray:
     return text[starts[:, None] + np.arange(seq_len + 1)].astype(np.int32)
-
-
-# ---------------------------------------------------------------------------
-# Command line
-# ---------------------------------------------------------------------------
-
-
-def check_recipe(name: str) -> str:
-    """Returns the name of a recipe; any other text is an error of the command line."""
-    try:
-        jaxmp.load_recipe(name)
-    except jaxmp.JaxmpError as error:
-        raise typer.BadParameter(str(error)) from None
-    return name
-
-
-RecipeName = Annotated[
-    str, typer.Option(help="Name, policy string or .toml file.", callback=check_recipe)
-]

@@ -31,6 +31,7 @@ import typer
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import jaxmp
+from command_line import Positive, RecipeName, Seed
 from jaxmp.checkpoint import Checkpointer
 
 FEATURES, BATCH = 256, 16
@@ -143,11 +144,11 @@ def run_and_kill(directory: Path, recipe: str, steps: int, processes: int, secon
 
 
 def main(
-    recipe: str = "bf16_params",
-    kills: int = 3,
-    processes: int = 1,
-    steps: Annotated[int, typer.Option(help="By default 8 for each kill.")] = 0,
-    seed: int = 0,
+    recipe: RecipeName = "bf16_params",
+    kills: Positive = 3,
+    processes: Positive = 1,
+    steps: Annotated[int, typer.Option(min=0, help="By default 8 for each kill.")] = 0,
+    seed: Seed = 0,
     worker: Annotated[Path | None, typer.Option(hidden=True)] = None,
     rank: Annotated[int, typer.Option(hidden=True)] = 0,
     port: Annotated[int, typer.Option(hidden=True)] = 0,

@@ -23,6 +23,7 @@ from rich.console import Console
 from rich.table import Table
 
 import jaxmp
+from command_line import Positive
 from train_lm import Run, train
 
 RECIPES = ("fp32", "bf16", "fp16", "bf16_params")
@@ -45,14 +46,16 @@ STYLES = {
 
 
 def main(
-    out: Annotated[Path, typer.Option(help="Folder for losses.png.")] = Path("demo_out"),
-    steps: int = 250,
-    seq_len: int = 64,
-    batch_size: int = 16,
-    layers: int = 3,
-    width: int = 128,
-    eval_every: int = 25,
-    eval_batches: int = 16,
+    out: Annotated[Path, typer.Option(file_okay=False, help="Folder for losses.png.")] = Path(
+        "demo_out"
+    ),
+    steps: Positive = 250,
+    seq_len: Positive = 64,
+    batch_size: Positive = 16,
+    layers: Positive = 3,
+    width: Positive = 128,
+    eval_every: Positive = 25,
+    eval_batches: Positive = 16,
 ) -> None:
     """Trains one model with four recipes, and compares their losses."""
     sizes = dict(seq_len=seq_len, batch_size=batch_size, layers=layers, width=width)

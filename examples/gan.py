@@ -27,7 +27,8 @@ from rich.progress import track
 from sklearn.neighbors import KNeighborsClassifier
 
 import jaxmp
-from vision_digits import BLUE, VERMILION, RecipeName, handwritten_digits, shorten_growth
+from command_line import Positive, RecipeName, Seed
+from vision_digits import BLUE, VERMILION, BatchSize, handwritten_digits, shorten_growth
 
 NOISE = 32
 DIGITS = 10
@@ -248,12 +249,14 @@ def draw_players(axes: Axes, values: np.ndarray, skipped: np.ndarray | None = No
 
 def main(
     recipe: RecipeName = "fp16",
-    epochs: int = 40,
-    batch_size: int = 64,
-    width: int = 32,
+    epochs: Positive = 40,
+    batch_size: BatchSize = 64,
+    width: Positive = 32,
     lr: float = 1e-3,
-    seed: int = 0,
-    out: Annotated[Path, typer.Option(help="Folder for digits_gan.png.")] = Path("digits_out"),
+    seed: Seed = 0,
+    out: Annotated[Path, typer.Option(file_okay=False, help="Folder for digits_gan.png.")] = Path(
+        "digits_out"
+    ),
 ) -> None:
     """Trains a generator and a discriminator, and draws digits."""
     generator, report = train(

@@ -50,6 +50,7 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 import jaxmp
+from command_line import Positive, RecipeName, Seed
 from jaxmp import fp8, functional
 
 EPSILON = 1e-5  # of the norms
@@ -385,6 +386,8 @@ def random_batch(
 
 def read_tokens(file: Path, gpt: Any) -> np.ndarray:
     """Maps a file of 16-bit tokens into memory; raises an error if it does not fit the model."""
+    if file.stat().st_size % 2:
+        raise typer.BadParameter(f"{file} has an odd number of bytes, and a token has two.")
     if file.stat().st_size < 4 * gpt.max_length:
         raise typer.BadParameter(f"{file} is shorter than two texts of {gpt.max_length} tokens.")
     text = np.memmap(file, np.uint16, "r")
@@ -395,20 +398,6 @@ def read_tokens(file: Path, gpt: Any) -> np.ndarray:
             "Name a size with the vocabulary of GPT-2: --size gpt2"
         )
     return text
-
-
-def check_recipe(name: str) -> str:
-    """Returns the name of a recipe; any other text is an error of the command line."""
-    try:
-        jaxmp.load_recipe(name)
-    except jaxmp.JaxmpError as error:
-        raise typer.BadParameter(str(error)) from None
-    return name
-
-
-RecipeName = Annotated[
-    str, typer.Option(help="Name, policy string or .toml file.", callback=check_recipe)
-]
 
 
 class LogitsDtype(enum.StrEnum):
@@ -463,8 +452,8 @@ def main(
     recipe: RecipeName = "bf16",
     size: Size = Size["tiny"],
     framework: Framework = Framework.linen,
-    steps: int = 100,
-    batch_size: int = 16,
+    steps: Positive = 100,
+    batch_size: Positive = 16,
     lr: Annotated[float, typer.Option(help="Peak learning rate.")] = 2e-3,
     remat: Annotated[bool, typer.Option(help="Recompute each block: less memory.")] = False,
     unroll: Annotated[bool, typer.Option(help="No loop over layers: faster, on GPUs.")] = False,
@@ -472,7 +461,7 @@ def main(
     tokens: Annotated[
         Path | None, typer.Option(help="File of 16-bit tokens.", exists=True, dir_okay=False)
     ] = None,
-    seed: int = 0,
+    seed: Seed = 0,
 ) -> list[float]:
     """Trains GPT-2 and returns the loss of each step."""
     gpt = SIZES[size].clone(remat=remat, unroll=unroll, logits_dtype=logits_dtype)

@@ -17,6 +17,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 import jaxmp
+from command_line import Positive, check_divisible
 from train_lm import GPT, prepare, random_batch, standard_library_text
 
 BLUE, VERMILION, GRAY = "#0072B2", "#D55E00", "#EEEEEE"
@@ -59,14 +60,17 @@ def draw(axes: Axes, counts: np.ndarray, scale: int) -> None:
 
 
 def main(
-    out: Annotated[Path, typer.Option(help="Folder for the picture.")] = Path("demo_out"),
-    steps: int = 100,
-    seq_len: int = 64,
-    batch_size: int = 16,
-    layers: int = 2,
-    width: int = 128,
+    out: Annotated[Path, typer.Option(file_okay=False, help="Folder for the picture.")] = Path(
+        "demo_out"
+    ),
+    steps: Positive = 100,
+    seq_len: Positive = 64,
+    batch_size: Positive = 16,
+    layers: Positive = 2,
+    width: Positive = 128,
 ) -> None:
     """Draws which gradients of a training step float16 loses."""
+    check_divisible("--width", width, "the number of heads,", GPT.heads)
     counts = measure(GPT(layers, width, max_length=seq_len), steps, batch_size)
     figure = Figure(figsize=(11, 3.4), dpi=110, layout="constrained")
     for axes, scale in zip(figure.subplots(1, 2, sharey=True), (0, 16), strict=True):

@@ -52,6 +52,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 import gpt
 import jaxmp
+from command_line import Positive, RecipeName, Seed
 from jaxmp import fp8, functional
 
 EPSILON = 1e-5  # of the norms
@@ -319,11 +320,11 @@ Remat = enum.StrEnum("Remat", {name: name for name in SAVED})
 
 
 def main(
-    recipe: gpt.RecipeName = "bf16",
+    recipe: RecipeName = "bf16",
     size: Size = Size["tiny"],
     framework: gpt.Framework = gpt.Framework.linen,
-    steps: int = 100,
-    batch_size: int = 16,
+    steps: Positive = 100,
+    batch_size: Positive = 16,
     lr: Annotated[float, typer.Option(help="Peak learning rate.")] = 2e-3,
     remat: Annotated[Remat, typer.Option(help="Results to compute again.")] = Remat["none"],
     unroll: Annotated[bool, typer.Option(help="No loop over layers: faster, on GPUs.")] = False,
@@ -331,7 +332,7 @@ def main(
     tokens: Annotated[
         Path | None, typer.Option(help="File of 16-bit tokens.", exists=True, dir_okay=False)
     ] = None,
-    seed: int = 0,
+    seed: Seed = 0,
 ) -> list[float]:
     """Trains Llama and returns the loss of each step."""
     changes = {"remat": str(remat), "unroll": unroll, "logits_dtype": logits_dtype}

@@ -33,7 +33,8 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, LogLocator, NullFormatter
 
 import jaxmp
-from byte_gpt import GPT, VOCABULARY, RecipeName, random_batch, standard_library_text
+from byte_gpt import GPT, VOCABULARY, random_batch, standard_library_text
+from command_line import Positive, RecipeName, check_divisible
 
 GIB = 2**30
 
@@ -307,8 +308,8 @@ def format_length(length: int) -> str:
 
 def main(
     recipe: RecipeName = "bf16",
-    first: Annotated[int, typer.Option(help="Bytes of the first text.")] = 1024,
-    longest: Annotated[int, typer.Option(help="Maximum bytes of a text.")] = 2**20,
+    first: Annotated[int, typer.Option(min=1, help="Bytes of the first text.")] = 1024,
+    longest: Annotated[int, typer.Option(min=1, help="Maximum bytes of a text.")] = 2**20,
     steps: Annotated[int, typer.Option(min=1, help="Train steps at each length.")] = 2,
     seconds: Annotated[
         float, typer.Option(help="Lengths whose steps take longer are compiled but not run.")
@@ -317,14 +318,17 @@ def main(
         float | None,
         typer.Option(help="Maximum GiB of a step. Default: 0.5, or the memory of the GPU."),
     ] = None,
-    layers: int = 2,
-    width: int = 64,
-    heads: int = 4,
-    out: Annotated[Path, typer.Option(help="Folder for long_context.png.")] = Path(
+    layers: Positive = 2,
+    width: Positive = 64,
+    heads: Positive = 4,
+    out: Annotated[Path, typer.Option(file_okay=False, help="Folder for long_context.png.")] = Path(
         "long_context_out"
     ),
 ) -> dict[str, Lengths]:
     """Trains a byte-level GPT on texts of increasing length until the memory is exhausted."""
+    check_divisible("--width", width, "--heads", heads)
+    if first > longest:
+        raise typer.BadParameter(f"--first {first} is longer than --longest {longest}.")
     device = jax.devices()[0]
     if memory_limit is None and device.platform == "cpu":
         memory_limit = 0.5

@@ -34,12 +34,12 @@ import jaxmp
 from byte_gpt import (
     GPT,
     NnxGPT,
-    RecipeName,
     even_batches,
     in_nnx,
     random_batch,
     standard_library_text,
 )
+from command_line import Positive, RecipeName, Seed, check_divisible
 from jaxmp.checkpoint import Checkpointer
 
 # ---------------------------------------------------------------------------
@@ -311,29 +311,32 @@ class Run:
 def train(
     recipe: RecipeName = "bf16",
     framework: Framework = Framework.linen,
-    steps: int = 400,
-    seq_len: int = 64,
-    batch_size: int = 16,
-    layers: int = 3,
-    width: int = 128,
-    heads: int = 4,
+    steps: Positive = 400,
+    seq_len: Positive = 64,
+    batch_size: Positive = 16,
+    layers: Positive = 3,
+    width: Positive = 128,
+    heads: Positive = 4,
     lr: Annotated[float, typer.Option(help="Peak learning rate.")] = 3e-3,
-    seed: int = 0,
+    seed: Seed = 0,
     microbatches: Annotated[
-        int, typer.Option(help="Parts of a batch; gradients are summed in FP32.")
+        int, typer.Option(min=1, help="Parts of a batch; gradients are summed in FP32.")
     ] = 1,
     eval_every: Annotated[
-        int, typer.Option(help="Steps between evaluations on held-out text.")
+        int, typer.Option(min=1, help="Steps between evaluations on held-out text.")
     ] = 50,
-    eval_batches: int = 16,
+    eval_batches: Positive = 16,
     checkpoint_dir: Annotated[
-        Path | None, typer.Option(help="Folder to save checkpoints in and resume from.")
+        Path | None,
+        typer.Option(file_okay=False, help="Folder to save checkpoints in and resume from."),
     ] = None,
     migrate: Annotated[
         bool, typer.Option("--migrate", help="Convert the checkpoint of another recipe.")
     ] = False,
 ) -> Run:
     """Trains a byte-level GPT on the source code of Python's standard library."""
+    check_divisible("--width", width, "--heads", heads)
+    check_divisible("--batch-size", batch_size, "--microbatches", microbatches)
     # A run may resume with a different number of steps, and then follows the new schedule.
     fixed = dict(seq_len=seq_len, batch_size=batch_size, layers=layers, width=width, heads=heads)
     fixed |= dict(lr=lr, seed=seed, framework=framework)

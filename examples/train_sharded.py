@@ -52,7 +52,8 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxmp
-from byte_gpt import GPT, VOCABULARY, RecipeName, random_batch, standard_library_text
+from byte_gpt import GPT, VOCABULARY, random_batch, standard_library_text
+from command_line import Positive, RecipeName, Seed, check_divisible
 from jaxmp.checkpoint import Checkpointer
 
 AXES = ("replica", "data", "model")
@@ -61,9 +62,6 @@ BATCH = P(("replica", "data"))
 HEARTBEAT_TIMEOUT_SECONDS = 60
 # All processes start within this time, or those that have started end.
 START_TIMEOUT_SECONDS = 300
-
-# Option for a number that is at least 1.
-Positive = Annotated[int, typer.Option(min=1)]
 
 # (layer, parameter) -> the dimension that the axis "model" splits: attention heads, hidden units of
 # the perceptron, or logits. The other arrays are the same for all of its devices.
@@ -291,19 +289,15 @@ def parse_mesh(text: str) -> dict[str, int]:
     return sizes
 
 
-def check_divisible(sizes: dict[str, int], batch_size: int, width: int, heads: int) -> None:
+def check_split(sizes: dict[str, int], batch_size: int, width: int, heads: int) -> None:
     """Raises an error if the mesh cannot split the batch or the heads evenly."""
     rows, model = sizes.get("replica", 1) * sizes.get("data", 1), sizes.get("model", 1)
-    if batch_size % rows:
-        raise typer.BadParameter(
-            f"--batch-size {batch_size} is not divisible by replica x data = {rows}."
-        )
+    check_divisible("--batch-size", batch_size, "replica x data =", rows)
     if heads % model or VOCABULARY % model:
         raise typer.BadParameter(
             f"--heads {heads} and the {VOCABULARY} logits are not divisible by model={model}."
         )
-    if width % heads:
-        raise typer.BadParameter(f"--width {width} is not divisible by --heads {heads}.")
+    check_divisible("--width", width, "--heads", heads)
 
 
 def train(
@@ -322,16 +316,19 @@ def train(
     width: Positive = 128,
     heads: Positive = 4,
     lr: Annotated[float, typer.Option(help="Peak learning rate.")] = 3e-3,
-    seed: int = 0,
+    seed: Seed = 0,
     print_every: Positive = 10,
     checkpoint_dir: Annotated[
-        Path | None, typer.Option(help="Folder, shared by all hosts, to save in and resume from.")
+        Path | None,
+        typer.Option(
+            file_okay=False, help="Folder, shared by all hosts, to save in and resume from."
+        ),
     ] = None,
     checkpoint_every: Positive = 50,
 ) -> list[float]:
     """Trains a byte-level GPT on several devices and returns the losses."""
     sizes = parse_mesh(mesh)
-    check_divisible(sizes, batch_size, width, heads)
+    check_split(sizes, batch_size, width, heads)
     devices = math.prod(sizes.values())
     if check_processes(coordinator, processes, process_index, devices) and not distributed:
         raise typer.BadParameter("--coordinator requires --distributed. Add --distributed.")

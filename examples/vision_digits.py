@@ -38,7 +38,10 @@ from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
 
 import jaxmp
+from command_line import Positive, RecipeName, Seed
 
+# Of the 1,347 examples of an epoch.
+BatchSize = Annotated[int, typer.Option(min=1, max=1347)]
 GOAL_PERCENT = 98.0
 
 # Palette of Okabe and Ito, which is legible with every kind of color vision.
@@ -259,31 +262,19 @@ def draw_scale(axes: Axes, run: Run) -> None:
     axes.grid(alpha=0.25)
 
 
-def check_recipe(name: str) -> str:
-    """Returns the name of a recipe; any other text is an error of the command line."""
-    try:
-        jaxmp.load_recipe(name)
-    except jaxmp.JaxmpError as error:
-        raise typer.BadParameter(str(error)) from None
-    return name
-
-
-RecipeName = Annotated[
-    str, typer.Option(help="Name, policy string or .toml file.", callback=check_recipe)
-]
-
-
 def main(
     recipe: RecipeName = "fp16",
     every: Annotated[
         bool, typer.Option("--all", help="Train with every installed recipe.")
     ] = False,
-    epochs: int = 15,
-    batch_size: int = 64,
-    width: Annotated[int, typer.Option(help="Channels of the first convolution.")] = 16,
+    epochs: Positive = 15,
+    batch_size: BatchSize = 64,
+    width: Annotated[int, typer.Option(min=1, help="Channels of the first convolution.")] = 16,
     lr: Annotated[float, typer.Option(help="Peak learning rate.")] = 3e-3,
-    seed: int = 0,
-    out: Annotated[Path, typer.Option(help="Folder for the pictures.")] = Path("digits_out"),
+    seed: Seed = 0,
+    out: Annotated[Path, typer.Option(file_okay=False, help="Folder for the pictures.")] = Path(
+        "digits_out"
+    ),
 ) -> None:
     """Trains a small CNN with BatchNorm on handwritten digits."""
     sizes = dict(epochs=epochs, batch_size=batch_size, width=width, lr=lr, seed=seed)

@@ -1,6 +1,7 @@
 """Printed fixes, applied to the source of planted programs."""
 
 import ast
+import dataclasses
 import re
 
 import flax.linen as nn
@@ -578,6 +579,32 @@ def test_code_that_does_not_run_is_not_printed(tmp_path):
     assert "jnp.log(x.astype(jnp.float32))" in finding.fix and not finding.trial
     (finding,) = jaxmp.audit(loss_fn, half()).errors
     assert "\n" not in finding.fix and not finding.trial
+
+
+def test_the_fix_of_a_variance_does_not_cast_what_was_rounded(tmp_path):
+    source = source_of(["return jnp.sqrt(x.var(-1) + 1e-5).astype(jnp.float32).mean()"])
+    (finding,) = jaxmp.audit(loaded(source, tmp_path), half()).errors
+    assert "x.astype(jnp.float32).var(-1)" in finding.fix
+
+
+def test_a_fix_of_a_carry_runs_alone(tmp_path):
+    """In FP32, the carry of a forward recursion requires that its first value is FP32, too."""
+    body = [
+        "em = x @ x.T",
+        "def step(a, e):",
+        "    s = a[:, None] + em[:4]",
+        "    return jnp.log(jnp.sum(jnp.exp(s - s.max()), axis=0)) + e, None",
+        "a, _ = jax.lax.scan(step, em[0], em[1:])",
+        "return jnp.log(jnp.sum(jnp.exp(a - a.max()))).astype(jnp.float32)",
+    ]
+    x, source = half()[:4], source_of(body)
+    error = jaxmp.audit(loaded(source, tmp_path), x).errors[0]
+    own, _, required = error.fix.rpartition("At ")
+    changed = with_fix(source, dataclasses.replace(error, fix=own))
+    with pytest.raises(TypeError, match="carry"):
+        jax.eval_shape(loaded(changed, tmp_path), x)
+    code = required.partition(":\n")[2].strip()
+    jax.eval_shape(loaded(changed.replace("x @ x.T", code), tmp_path), x)
 
 
 def test_a_function_that_is_not_known_has_words(tmp_path):

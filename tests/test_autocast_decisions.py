@@ -247,6 +247,8 @@ def test_xla_compiles_wide_results_on_a_cpu(order):
     assert jax.jit(vectors)(W, W).shape == (8, 32)
     transposed = autocast(lambda x, w: jax.nn.log_softmax((x @ w).T, 0), "bf16")
     assert jax.jit(transposed)(X, W).shape == (64, 8)
+    left = autocast(lambda w, z: jnp.exp(jnp.matmul(w.T, z)), "bf16")
+    assert jax.jit(left)(W, normal(8, 2, 32, 3)).shape == (2, 64, 3)
     heads = autocast(lambda z, w: jax.nn.softmax(jnp.einsum("bhts,hg->bgts", z, w)), "bf16")
     assert jax.jit(heads)(normal(8, 2, 4, 3, 3), normal(9, 4, 4)).shape == (2, 4, 3, 3)
 

@@ -117,6 +117,33 @@ def test_values_and_gradients(policy, tolerance, order):
         assert abs(term - value) <= tolerance * max(abs(value), 1.0), name
 
 
+def test_a_filter_computes_its_covariance_in_fp32():
+    """The carry of a Kalman filter reaches a Cholesky factor through matmuls and sums alone."""
+    observe, rows = floats(2, 4, seed=3), floats(8, 2, seed=4)
+
+    def update(carry, y):
+        x, p = carry
+        covariance = observe @ p @ observe.T + 1e-3 * jnp.eye(2)
+        factor = linalg.cho_factor(covariance)
+        gain = linalg.cho_solve(factor, observe @ p).T
+        error = y - observe @ x
+        nll = error @ linalg.cho_solve(factor, error)
+        return (x + gain @ error, p - gain @ observe @ p + 0.1 * jnp.eye(4)), nll
+
+    def loss(transition, net):
+        predict = lambda x, p: (transition @ x, transition @ p @ transition.T)
+        step = lambda carry, y: update(predict(*carry), y)
+        ys = jax.nn.relu(jax.nn.relu(rows @ net) @ net)
+        return lax.scan(step, (jnp.ones(4), jnp.eye(4)), ys)[1].sum()
+
+    args = jnp.eye(4) * 0.9 + 0.01 * B[:4, :4], B[:2, :2]
+    low, exact = jax.jit(jax.grad(autocast(loss, "bf16")))(*args), jax.jit(jax.grad(loss))(*args)
+    np.testing.assert_allclose(low, exact, rtol=0.05, atol=0.05 * float(jnp.abs(exact).max()))
+    # A nonlinear function ends the chain: a network in front of the filter stays in 16 bits.
+    lowered = str(jax.make_jaxpr(autocast(loss, "bf16"))(*args))
+    assert "bf16[8,2]" in lowered and "bf16[4,4]" not in lowered
+
+
 def test_an_operation_without_a_16_bit_form_names_the_cast_of_the_parameters():
     def loss_fn(params):
         return jnp.abs(jnp.fft.rfft(params["w"])).sum()

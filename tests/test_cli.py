@@ -247,6 +247,10 @@ def test_the_json_of_recipes_and_settings(command):
             ["memory", "my_model:brokem", "--recipe", "bf16"],
             "a function 'brokem'. Did you mean 'broken'? It has the form:\n    def brokem():",
         ),
+        (
+            ["memory", "f:make", "--exact", "--estimate"],
+            "--estimate and --exact exclude each other",
+        ),
         (["validate", "no_file.py:make_run"], "The file 'no_file.py' does not exist in "),
         (["validate", "my_model"], "such as:\n    jaxmp validate run.py:make_run"),
         (

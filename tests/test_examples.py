@@ -269,6 +269,27 @@ def test_a_recipe_that_does_not_exist_is_a_wrong_option(function):
     assert "Did you mean 'fp16'?" in " ".join(re.sub("[│\n]", " ", ran.output).split())
 
 
+@pytest.mark.parametrize(
+    ("function", "arguments", "message"),
+    [
+        (train_lm.train, ["--steps", "0"], "Invalid value for '--steps'"),
+        (train_lm.train, ["--heads", "3"], "--width 128 is not divisible by --heads 3."),
+        (train_lm.train, ["--microbatches", "5"], "not divisible by --microbatches 5."),
+        (gradient_histogram.main, ["--width", "30"], "not divisible by the number of heads, 4."),
+        (gan.main, ["--batch-size", "1348"], "Invalid value for '--batch-size'"),
+        (long_context.main, ["--first", "2", "--longest", "1"], "--first 2 is longer than"),
+        (llama.main, ["--tokens", "odd.bin"], "odd number of bytes, and a token has two."),
+    ],
+)
+def test_an_argument_that_is_not_allowed_is_one_sentence(function, arguments, message, write):
+    write("odd", "odd.bin")
+    app = typer.Typer()
+    app.command()(function)
+    ran = CliRunner().invoke(app, arguments)
+    assert ran.exit_code == 2 and isinstance(ran.exception, SystemExit)  # no traceback
+    assert message in " ".join(re.sub("[│\n]", " ", ran.output).split())
+
+
 # ---------------------------------------------------------------------------
 # Demo
 # ---------------------------------------------------------------------------

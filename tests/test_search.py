@@ -171,7 +171,7 @@ def test_decisions_pass_through_modules():
 
 @pytest.mark.parametrize(
     "layer",
-    [nn.Einsum((8, 2, 4), "...i,ihd->h...d"), nn.ConvTranspose(4, (3,))],
+    [nn.Einsum((8, 2, 4), "...i,ihd->...hd"), nn.ConvTranspose(4, (3,))],
     ids=["einsum", "conv"],
 )
 def test_the_gradient_of_a_last_layer_multiplies_16_bits(layer):
@@ -182,6 +182,17 @@ def test_the_gradient_of_a_last_layer_multiplies_16_bits(layer):
     products = [e for e in traced if e.primitive.name in ("dot_general", "conv_general_dilated")]
     assert {v.aval.dtype.name for e in products for v in e.invars} == {"bfloat16"}
     np.testing.assert_allclose(model.apply(params, x), layer.apply(params, x), atol=0.05)
+
+
+def test_xla_compiles_a_transposed_last_layer_on_a_cpu():
+    """It refuses most matmuls of 16 bits with an FP32 result that sum the first dimension."""
+    equation, x, wrap = "fcd,cb->dfb", jnp.ones((2, 3, 4)), jaxmp.load_recipe("bf16").wrap
+    linen, own = wrap(nn.Einsum((3, 5), equation)), nnx.Einsum(equation, (3, 5), rngs=nnx.Rngs(0))
+    graphdef, state = nnx.split(wrap(own))
+    nnx_loss = lambda state, x: nnx.merge(graphdef, state)(x).sum()
+    linen_loss = lambda variables, x: linen.apply(variables, x).sum()
+    for loss, params in ((linen_loss, linen.init(jax.random.key(0), x)), (nnx_loss, state)):
+        assert jax.jit(jax.grad(loss, 1))(params, x).shape == x.shape
 
 
 @pytest.mark.parametrize("policy", ["o=bf16", "c=f32"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -12,7 +13,7 @@ from jaxmp import _core, _programs
 from jaxmp._autocast._decide import Decision
 from jaxmp._autocast._resolve import IN_CUSTOM_VJP, AutocastConfig, ScopePolicy, path_of
 from jaxmp._autocast._values import Value, is_matmul, kernel_of
-from jaxmp._core import Array, DTypeLike, _compat
+from jaxmp._core import Array, _compat
 from jaxmp._policies._device import matmul_precision
 from jaxmp.fp8 import _explain as fp8_explain
 from jaxmp.fp8._dot_general import dot_general
@@ -48,22 +49,9 @@ def multiply(
     if wide == dtype:
         return _programs.bind(equation, arrays, **changes)
 
-    def matmul(*operands: Array, preferred_element_type: DTypeLike = dtype) -> Array:
-        product = lambda *arrays, **dtypes: _programs.bind(equation, list(arrays), **dtypes)
-        # XLA's CPU compiler has no kernel for some of these.
-        is_wide = preferred_element_type != dtype
-        if is_wide and _compat.target() == "cpu" and _transposes_lhs(equation):
-            return _core.widened_product(product, *operands)
-        return product(*operands, preferred_element_type=preferred_element_type)
-
-    return _core.wide_product(matmul, arrays[0], arrays[1], wide, *arrays[2:])
-
-
-def _transposes_lhs(equation: _compat.JaxprEqn) -> bool:
-    """Returns True if the last dimension of the first operand is not summed, except of matrices."""
-    ranks = [_programs.array_aval(var).ndim for var in equation.invars]
-    is_dot = is_matmul(equation) and max(ranks) > 2
-    return is_dot and ranks[0] - 1 not in _programs.dot_of(equation).contracted[0]
+    matmul = lambda *operands, **dtypes: _programs.bind(equation, list(operands), **dtypes)
+    narrow = functools.partial(matmul, preferred_element_type=dtype)
+    return _programs.wide_matmul(narrow, arrays[0], arrays[1], wide, *arrays[2:])
 
 
 def fp8_product(

@@ -46,10 +46,10 @@ def wide_product(
       dtype('float32')
     """
 
-    def wide(*operands: jax.Array) -> jax.Array:
-        out = product(*operands, preferred_element_type=dtype)
-        # XLA's CPU compiler folds a transpose into the matmul, and has no kernel for the result.
-        return lax.optimization_barrier(out) if _compat.target() == "cpu" else out
+    def wide(lhs: jax.Array, *others: jax.Array) -> jax.Array:
+        # XLA's CPU compiler folds transposes into the matmul, and has no kernel for the result.
+        barrier = lax.optimization_barrier if _compat.target() == "cpu" else lambda array: array
+        return barrier(product(barrier(lhs), *others, preferred_element_type=dtype))
 
     @jax.custom_jvp
     def multiply(*operands: jax.Array) -> jax.Array:

@@ -14,7 +14,7 @@ import numpy as np
 from flax.linen.dtypes import promote_dtype
 from jax import lax
 
-from jaxmp import _core
+from jaxmp import _core, _programs
 from jaxmp._core import Array, DTypeLike
 from jaxmp.errors import CompositionError, JaxmpError
 from jaxmp.fp8 import _dims, _einsum, _explain, _scaling, _state
@@ -155,7 +155,7 @@ def _plain(
     if _keeps_kernel(lhs.dtype, rhs.dtype):
         rhs = lax.convert_element_type(rhs, lhs.dtype)
     if wide is not None and lhs.dtype == rhs.dtype != wide:
-        return _core.wide_product(product, lhs, rhs, wide)
+        return _programs.wide_matmul(product, lhs, rhs, wide)
     return product(lhs, rhs, preferred_element_type=preferred)
 
 
@@ -241,7 +241,7 @@ def wide_operator(product: Callable[..., Any], wide: np.dtype) -> Callable[..., 
             options = {**kwargs, "preferred_element_type": preferred_element_type}
             return product(*equation, lhs, rhs, *more, **options)
 
-        return _core.wide_product(bound, lhs, rhs, wide)
+        return _programs.wide_matmul(bound, lhs, rhs, wide)
 
     return operator
 

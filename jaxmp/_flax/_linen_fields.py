@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax.linen.dtypes import promote_dtype
 
-from jaxmp import _core
+from jaxmp import _core, _programs
 from jaxmp._attention._layer import attention_under_policy
 from jaxmp._core import PyTree
 from jaxmp._flax import _fp8_layers
@@ -224,7 +224,7 @@ def _wide_einsum(module: Any, inputs: jax.Array, einsum_str: str | None = None) 
     params = [nn.unbox(module.get_variable(_core.PARAMS, name)) for name in names]
     inputs, kernel, *biases = module.promote_dtype(inputs, *params, dtype=module.dtype)
     product = functools.partial(jnp.einsum, equation, precision=module.precision)
-    out = _core.wide_product(product, inputs, kernel, module.preferred_element_type)
+    out = _programs.wide_matmul(product, inputs, kernel, module.preferred_element_type)
     if not biases:
         return out
     terms, _, result = equation.partition("->")

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 
 from jaxmp import _core
-from jaxmp._core import DTypeLike, _compat
+from jaxmp._core import Array, DTypeLike, _compat
 from jaxmp._programs._constructs import Form, form_of, inners
-from jaxmp._programs._jaxprs import Equation, equations
+from jaxmp._programs._jaxprs import Equation, array_aval, equations
 from jaxmp._programs._operations import arithmetic_of, dot_of, name_of
 
 MATMULS = (
@@ -204,6 +206,27 @@ def attention_flops(
     # Logits and the gradients of query and key; result and the gradients of value and weights.
     of_keys, of_values = (3, 2) if backward else (1, 1)
     return 2 * batch * heads * pairs * (of_keys * sizes[0] + of_values * sizes[1])
+
+
+def wide_matmul(product: Callable[..., Array], *operands: Any) -> Array:
+    """Computes `_core.wide_product`, also where XLA's CPU compiler has no kernel for the result.
+
+    It refuses a matmul whose first operand is transposed: whose last dimension is not summed.
+    """
+
+    def multiply(*arrays: Array, **dtypes: Any) -> Array:
+        if dtypes and _compat.target() == "cpu":
+            traced = jax.make_jaxpr(functools.partial(product, **dtypes))(*arrays)
+            if any(map(_transposes_lhs, equations(traced))):
+                return _core.widened_product(product, *arrays)
+        return product(*arrays, **dtypes)
+
+    return _core.wide_product(multiply, *operands)
+
+
+def _transposes_lhs(equation: _compat.JaxprEqn) -> bool:
+    is_dot = equation.primitive.name == "dot_general"
+    return is_dot and array_aval(equation.invars[0]).ndim - 1 not in dot_of(equation).contracted[0]
 
 
 # ---------------------------------------------------------------------------

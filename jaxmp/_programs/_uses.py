@@ -40,6 +40,9 @@ class Use(enum.IntFlag):
     MAGNIFIED = enum.auto()
     # A factorization or a solve follows, whose error is that of the matrix times its condition.
     SOLVED = enum.auto()
+    # The same, and all operations in between are linear, such as those of a Kalman filter's
+    # covariance: the rounding of every factor reaches the solve.
+    CHAINED = enum.auto()
     # A sum, and a matmul with several columns, read it: an exponential with both is attention.
     SUMMED = enum.auto()
     PRODUCT = enum.auto()
@@ -53,7 +56,7 @@ DECISIONS = Use.LOSS | Use.ORDER | Use.SOFTMAX
 # Uses for which a value should not be rounded.
 SENSITIVE = DECISIONS | Use.RESULT | Use.MAGNIFIED | Use.SOLVED
 # The flags as integers: Python computes with `enum.IntFlag` ten times as slowly.
-_NONE, _RESULT, _LOSS, _ORDER, _SOFTMAX, _MAGNIFIED, _SOLVED, _SUMMED, _PRODUCT = map(
+_NONE, _RESULT, _LOSS, _ORDER, _SOFTMAX, _MAGNIFIED, _SOLVED, _CHAINED, _SUMMED, _PRODUCT = map(
     int, (Use.NONE, *Use)
 )
 _DECISIONS = int(DECISIONS)
@@ -79,6 +82,7 @@ _SOLVERS = _named(
     " householder_product lu ormqr qr schur svd triangular_solve tridiagonal"
     " tridiagonal_solve"
 )
+_LINEAR = EXACT.union(MATMULS, _named("add sub add_any")) - _named("max min clamp select_n")
 # Operations -> the uses of their results that are uses of their operands. Others pass all uses.
 _PASSED = {
     name: passed
@@ -143,6 +147,8 @@ class Uses(Backward):
     def __init__(self) -> None:
         # Variables that were broadcast to their shape.
         self._broadcast: set[Any] = set()
+        # Transposed variable -> the variable.
+        self._transposed: dict[Any, Any] = {}
         # (id of a jaxpr, uses of its results, pass) -> (the jaxpr, the uses inside it).
         self.known: dict[Any, tuple[Any, dict[Any, int]]] = {}
 
@@ -161,7 +167,9 @@ class Uses(Backward):
         key = id(body), tuple(results), place.phase
         if key not in self.known:
             for equation in body.eqns:
-                if equation.primitive.name == "broadcast_in_dim":
+                if equation.primitive.name == "transpose":
+                    self._transposed[equation.outvars[0]] = equation.invars[0]
+                elif equation.primitive.name == "broadcast_in_dim":
                     operand, result = equation.invars[0], equation.outvars[0]
                     if operand.aval.size != result.aval.size:
                         self._broadcast.add(result)
@@ -173,12 +181,13 @@ class Uses(Backward):
         if name in CONSTRUCTS or name in OPAQUE_CALLS:
             return self.enter(equation, results, frame)
         if name in _SOLVERS:
-            return [_SOLVED] * count
+            return [_SOLVED | _CHAINED] * count
         if name == "optimization_barrier":
             return results
         use = _NONE
         for each in results:
             use |= each
+        use = use if _is_linear(equation) else use & ~_CHAINED
         if name in _COMPARED:
             keys = count_of_keys(equation) if name == "sort" else count
             return [use | _ORDER] * keys + [use] * (count - keys)
@@ -186,7 +195,10 @@ class Uses(Backward):
             return [_NONE] * count
         is_sum = name in _SUMS or is_inner_product(equation)
         if name in MATMULS and not is_sum and not is_outer_product(equation):
-            return [_of_factor(equation, n) for n in range(count)]
+            # The Gram matrix of rounded rows is one of other rows, and positive definite.
+            is_gram = len({self._transposed.get(v, v) for v in equation.invars[:2]}) == 1
+            solved = _NONE if is_gram or not use & _CHAINED else _SOLVED | _CHAINED
+            return [_of_factor(equation, n) | solved for n in range(count)]
         if is_sum:
             used = [_of_summand(equation, use)] * count
         else:
@@ -226,6 +238,13 @@ class Uses(Backward):
         return is_known or var.aval.size != result.size
 
 
+def _is_linear(equation: JaxprEqn) -> bool:
+    """Returns True for linear operations, and for multiplications with a scalar."""
+    if equation.primitive.name in ("mul", "div"):
+        return any(getattr(var.aval, "ndim", 1) == 0 for var in equation.invars)
+    return equation.primitive.name in _LINEAR
+
+
 def _of_factor(equation: JaxprEqn, n: int) -> int:
     """Returns the use of an operand of a matmul: a product, or a sum with fixed weights."""
     if equation.primitive.name != "dot_general":
@@ -244,7 +263,7 @@ def _of_summand(equation: JaxprEqn, use: int) -> int:
     keeps_first = is_inner_product(equation) or 0 not in axes_of(equation)
     is_reduced = result.ndim == 0 or (result.ndim == 1 and keeps_first)
     loss = _LOSS if use & _RESULT and is_reduced else _NONE
-    return _SUMMED | loss | use & (_LOSS | _PRODUCT | _MAGNIFIED | _SOLVED)
+    return _SUMMED | loss | use & (_LOSS | _PRODUCT | _MAGNIFIED | _SOLVED | _CHAINED)
 
 
 def _is_float(aval: Any) -> bool:

@@ -213,5 +213,8 @@ def audit_program(
             compiled = compile_for(chip, traced, compiler)
         report = _make_report.make_report(auditor, traced, compiled, function=fn, chip=chip)
         if try_fixes:
-            report = _make_report.with_trials(report, auditor.findings.edits, again)
+            constructs = {*_programs.LOOPS, *_programs.BRANCHES}
+            has_carries = not constructs.isdisjoint(_programs.primitives(traced.jaxpr))
+            edits = auditor.findings.edits
+            report = _make_report.with_trials(report, edits, again, has_carries)
     return report, compiled

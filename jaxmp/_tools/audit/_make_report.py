@@ -163,6 +163,7 @@ def with_trials(
     report: AuditReport,
     edits: list[_source.Edit],
     again: Callable[[bool], tuple[AuditReport, list[_source.Edit]]],
+    has_carries: bool,
 ) -> AuditReport:
     """Returns a report in which the code of fixes was tried.
 
@@ -171,6 +172,7 @@ def with_trials(
       edits: the expressions that fixes replace.
       again: traces and audits the function once more, with fixes if its argument is True, and
         returns the report and the expressions that fixes replace.
+      has_carries: whether the function has loops or branches.
     """
     key = lambda f: (f.check, f.file, f.line)
     # A check may report two expressions of one line.
@@ -197,7 +199,8 @@ def with_trials(
     removed = [set(map(key, groups[group])) for group in tried]
     trials = {None: _trial.FixTrial(_trial.NOT_TRIED)}
     if tried:
-        trials |= zip(tried, _trial.try_edits(tried, problems, before, removed), strict=True)
+        results = _trial.try_edits(tried, problems, before, removed, has_carries)
+        trials |= zip(tried, results, strict=True)
     findings = [
         _with_trial(finding, group or frozenset(), trials[group])
         for group, members in groups.items()

@@ -449,12 +449,21 @@ def _halves(equation: _programs.Equation) -> list[_programs.Atom]:
 
 def _is_elementwise(equation: _programs.Equation, names: frozenset[str] = _ELEMENTWISE) -> bool:
     """Returns True for an elementwise operation, and for a call such as that of a sigmoid."""
-    inside = [e for jaxpr in _programs.sub_jaxprs(equation) for e in _programs.equations(jaxpr)]
+    inside = _inside(equation)
     return all(e.primitive.name in names for e in inside or [equation])
 
 
+def _inside(equation: _programs.Equation) -> list[_programs.Equation]:
+    return [e for jaxpr in _programs.sub_jaxprs(equation) for e in _programs.equations(jaxpr)]
+
+
 def _is_rounding(equation: _programs.Equation) -> bool:
-    """Returns True for a cast of FP32 numbers or of integers to fewer bits."""
+    """Returns True for a cast of FP32 numbers or of integers to fewer bits, and for a reduction
+    such as `jnp.var`, which rounds its result.
+    """
+    if equation.primitive.name in _programs.CALLS:
+        sizes = [getattr(v.aval, "size", 0) for v in (*equation.outvars, *equation.invars)]
+        return max(sizes) > sizes[0] and any(map(_is_rounding, _inside(equation)))
     is_cast = equation.primitive.name == "convert_element_type"
     return is_cast and np.dtype(_checks.dtype_of(equation.invars[0])).itemsize == 4
 

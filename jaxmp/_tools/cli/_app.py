@@ -27,7 +27,16 @@ app = typer.Typer(
 
 
 class _Command(typer.core.TyperCommand):
-    """Command that checks its files before it starts, and whose summary is not cut."""
+    """Command that checks its options and files, and whose summary is not cut."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        own = args[: args.index("--")] if "--" in args else args
+        for option in self.params:
+            passed = {name for name in (*option.opts, *option.secondary_opts) if name in own}
+            if len(passed) > 1:
+                both = " and ".join(sorted(passed))
+                raise JaxmpError(f"{both} exclude each other. Pass one of them, or neither.")
+        return super().parse_args(ctx, args)
 
     def invoke(self, ctx: Any) -> Any:
         check_outputs(ctx.command_path.partition(" ")[2], ctx.params)

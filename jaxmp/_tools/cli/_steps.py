@@ -271,7 +271,7 @@ def run_locate(
     """Run a training step again and print where its first value that is not finite comes from.
 
     A script runs until the arguments of a step are not finite or a step was skipped. Exits with 1
-    if there is such a value, and with 0 if the step is finite.
+    if there is such a value, with 0 if the step is finite, and with 2 if it cannot run.
 
     Args:
       function: package.module:function, or file.py:function. It takes the description of the

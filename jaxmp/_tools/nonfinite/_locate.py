@@ -172,7 +172,7 @@ def locate_nonfinite(
 
     Raises:
       AuditError: if `step` is not a function; if it, or a function that it calls, was jitted with
-        `compiler_options`.
+        `compiler_options`; if an argument was donated, or is a `jax.ShapeDtypeStruct`.
 
     Example:
       >>> def loss_fn(w, x):
@@ -183,9 +183,7 @@ def locate_nonfinite(
     """
     _trace.check_function(step, "locate_nonfinite")
     traced = _trace.trace(step, args, kwargs)
-    reason = _measure.unusable(traced)
-    if reason:
-        return NonfiniteReport(reproduced=False, reason=reason)
+    _measure.check_usable(traced)
     search = _Search(traced)
     report = search.report()
     fix, edits = _trial.unified(report.fix, report.file, report.line, search.edits)

@@ -16,6 +16,7 @@ from jaxmp import _core, _programs
 from jaxmp._core import Array, PyTree, _compat
 from jaxmp._tools.audit import _trace
 from jaxmp._tools.nonfinite import _record, _walk
+from jaxmp.errors import AuditError
 from jaxmp.optim import _roles, _skip
 
 # Smallest scale that a fix suggests: the default `min_scale` of `DynamicLossScale`.
@@ -65,17 +66,19 @@ def bad_arguments(traced: _trace.Traced) -> dict[int, ArgumentRow]:
     return rows
 
 
-def unusable(traced: _trace.Traced) -> str:
-    """Returns why the arguments cannot be used again; "" if they can."""
+def check_usable(traced: _trace.Traced) -> None:
+    """Raises an error for arguments with which the step cannot run."""
     for name, array in zip(traced.texts(), traced.arrays, strict=True):
         if isinstance(array, jax.ShapeDtypeStruct):
-            return f"{name} is a shape, and the step has to be run. Pass arrays."
+            raise AuditError(
+                f"{name} is a shape, and the step has to be run. Pass an array, as training does:\n"
+                f"    jnp.zeros({array.shape}, jnp.{array.dtype})"
+            )
         if isinstance(array, jax.Array) and array.is_deleted():
-            return (
+            raise AuditError(
                 f"{name} was donated to an earlier call, which deleted it. Donate the state alone:"
                 "\n    step = jax.jit(step, donate_argnums=0)"
             )
-    return ""
 
 
 @dataclasses.dataclass(frozen=True)
