@@ -204,7 +204,9 @@ def codes_of(finding: Any) -> list[Code]:
             is_cast = has_cast or text.endswith(IN_FP32)
             codes.append(Code(place, text.strip(), is_cast))
         else:
-            place, has_cast = int(named[1]) if named else finding.line, "not round" in text
+            place, has_cast = int(named[1]) if named else finding.line, False
+            # Both replace an expression that contains a cast.
+            has_cast = "not round" in text or " replace " in text
     return codes
 
 

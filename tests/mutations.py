@@ -397,6 +397,20 @@ MUTATIONS = [
         ("test_autocast_magnified.py::test_a_logarithm_magnifies_without_a_loss",),
     ),
     Mutation(
+        "autocast rounds the operands of distances",
+        "jaxmp/_programs/_distances.py",
+        "if site is not None and both <= norms}",
+        "if site is None}",
+        ("test_autocast_magnified.py::test_the_matmul_of_distances_and_its_gradients_are_fp32",),
+    ),
+    Mutation(
+        "the audit takes a solver's small steps for a residual stream",
+        "jaxmp/_tools/audit/_check_sums.py",
+        "return steps if depends else []",
+        "return []",
+        ("test_audit.py::test_small_steps_of_a_solver_are_lost_in_16_bits",),
+    ),
+    Mutation(
         "autocast forgets what a jitted function does with its operands",
         "jaxmp/_programs/_uses.py",
         "if name in CONSTRUCTS or name in OPAQUE_CALLS:",

@@ -518,6 +518,8 @@ def test_a_power_iteration_is_fp32_by_design(gradient):
     assert audit(jax.grad(scaled) if gradient else scaled, w, u, recipe=BF16).ok
     embedding = lambda w, u: (y := w.T @ u) / jnp.linalg.norm(y)
     the_only(audit(embedding, w, u, recipe=BF16).errors, "fp32_matmul")
+    report = audit(scaled, shape(64, 32), shape(64), try_fixes=False)
+    assert any("power iteration" in f.message for f in report.errors if f.check == "norm_16bit")
 
 
 def test_a_rounded_count_is_no_rounded_loss():
@@ -602,6 +604,23 @@ def test_a_residual_stream_is_no_running_sum():
     args = shape(16, 64), shape(3, 64, 64)
     assert audit(fn, *args).findings == ()
     assert audit(jax.grad(loss, argnums=(0, 1)), *args).ok
+
+
+def test_small_steps_of_a_solver_are_lost_in_16_bits():
+    def fn(x, ws, step=0.01, dtype=jnp.bfloat16):
+        def body(x, w):
+            change = jnp.tanh(x.astype(jnp.bfloat16) @ w).astype(dtype)
+            return x - change * step + step / 2 * jnp.ones_like(x), None  # a step
+
+        return lax.scan(body, x.astype(dtype), ws)[0]
+
+    args = shape(16, 8), shape(16, 8, 8)
+    finding = the_only(audit(fn, *args).errors, "accumulator_16bit")
+    assert_named(finding, "", "a step")
+    assert "the factor 0.01" in finding.message and "about 10% of their sum" in finding.message
+    wide = functools.partial(fn, dtype=jnp.float32)
+    for healthy in (functools.partial(fn, step=0.5), wide):
+        assert "accumulator_16bit" not in checks(audit(healthy, *args))
 
 
 def test_gradients_that_a_loop_adds_up_in_16_bits():

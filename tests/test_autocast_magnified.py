@@ -148,6 +148,43 @@ def test_the_explanation_names_the_reason():
 
 
 # ---------------------------------------------------------------------------
+# Distances
+# ---------------------------------------------------------------------------
+
+
+def as_product(z):
+    return 2 * z @ z.T
+
+
+def as_einsum(z):
+    return jax.jit(lambda z: jnp.einsum("id,jd->ij", z, z) * 2)(z)
+
+
+@pytest.mark.parametrize("product", [as_product, as_einsum])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_the_matmul_of_distances_and_its_gradients_are_fp32(product, recipe):
+    def loss(z, w):
+        squares = jnp.sum(z * z, -1)
+        distance = squares[:, None] + (z**2).sum(1)[None] - product(z)
+        return jnp.exp(-20 * distance).mean() + jnp.mean((z @ w) ** 2)
+
+    z, w = POINTS + jnp.ones((40, 4)), jnp.ones((4, 8))
+    step = jax.value_and_grad(lambda z: loss(z, w))
+    for fn in (autocast(step, recipe), jax.value_and_grad(autocast(lambda z: loss(z, w), recipe))):
+        for result, exact in zip(jax.jit(fn)(z), step(z), strict=True):
+            np.testing.assert_allclose(result, exact, rtol=0.02)
+    matmuls = jaxmp.audit(autocast(step, recipe), z, recipe=recipe).matmuls
+    assert sorted(row.lhs for row in matmuls if row.phase == "forward") == [
+        jaxmp.load_recipe(recipe).policies.default.compute_dtype.name,
+        "float32",
+    ]
+    # The matmul that a layer computes from the same rows may be 16-bit; that of distances may not.
+    assert [f.text for f in jaxmp.audit(step, z, recipe=recipe).errors] == [
+        "return jnp.exp(-20 * distance).mean() + jnp.mean((z @ w) ** 2)"
+    ]
+
+
+# ---------------------------------------------------------------------------
 # Range of float16
 # ---------------------------------------------------------------------------
 

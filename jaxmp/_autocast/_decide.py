@@ -42,9 +42,12 @@ _WHY_WIDE = {
     Use.ORDER: "a choice depends on its result",
     Use.LOSS: "a loss reads its result",
     Use.SOLVED: "a factorization or a solve reads its result",
+    Use.DISTANCE: "a distance is the difference of norms and of its result",
     Use.MAGNIFIED: "a logarithm, a root or a quotient magnifies its rounding",
     Use.RESULT: "the function returns it",
 }
+# Uses of the result of a matmul that multiplies its FP32 operands as they are.
+_IN_FP32 = Use.SOLVED | Use.DISTANCE
 
 
 def is_identity(equation: _compat.JaxprEqn) -> bool:
@@ -277,10 +280,10 @@ def _of_matmul(
 ) -> Decision:
     """Decides the dtypes of a matmul or convolution.
 
-    FP32 operands with `precision=HIGHEST`, of a matmul whose result a solver reads, or by which a
-    loss selects FP32 values, keep their recorded dtypes, and so does an operand that meets a
-    complex one, which XLA converts to it. The dtype of the result is the first of these that
-    applies:
+    FP32 operands with `precision=HIGHEST`, of a matmul whose result a solver reads, that is part of
+    a squared distance, or by which a loss selects FP32 values, keep their recorded dtypes, and so
+    does an operand that meets a complex one, which XLA converts to it. The dtype of the result is
+    the first of these that applies:
 
     1. the `preferred_element_type`, if it differs from the recorded dtypes of the operands;
     2. FP32, if the recorded result is FP32 and only FP32 operations consume it;
@@ -297,7 +300,8 @@ def _of_matmul(
         )
     if not _core.is_16bit(recorded[0]):
         why = "its author asked for precision=HIGHEST" if options and options.is_highest else ""
-        why = why or (_WHY_WIDE[Use.SOLVED] if Use.SOLVED in use else "")
+        fp32 = (reason for u, reason in _WHY_WIDE.items() if u in use & _IN_FP32)
+        why = why or next(fp32, "")
         why = why or ("a loss selects FP32 values by it" if _is_selection(values, use) else "")
         if why:
             return Decision(None, Priority.COMPUTED, why, as_recorded=True)

@@ -18,8 +18,10 @@ from jaxmp._core import _compat
 from jaxmp._core._compat import ClosedJaxpr, Jaxpr, JaxprEqn
 from jaxmp._programs._analysis import Backward
 from jaxmp._programs._constructs import CONSTRUCTS, OPAQUE_CALLS
+from jaxmp._programs._distances import distance_sites
 from jaxmp._programs._interpreter import Frame, Place
 from jaxmp._programs._jaxprs import BACKWARD, array_aval, is_literal, phase_of
+from jaxmp._programs._locations import call_site
 from jaxmp._programs._matmuls import MATMULS, is_inner_product, is_outer_product
 from jaxmp._programs._operations import axes_of, count_of_keys, dot_of, exponent_of
 
@@ -46,6 +48,8 @@ class Use(enum.IntFlag):
     # A sum, and a matmul with several columns, read it: an exponential with both is attention.
     SUMMED = enum.auto()
     PRODUCT = enum.auto()
+    # A distance is the difference of the norms of its operands and of it; also its gradients.
+    DISTANCE = enum.auto()
 
 
 def _named(names: str) -> frozenset[str]:
@@ -54,11 +58,10 @@ def _named(names: str) -> frozenset[str]:
 
 DECISIONS = Use.LOSS | Use.ORDER | Use.SOFTMAX
 # Uses for which a value should not be rounded.
-SENSITIVE = DECISIONS | Use.RESULT | Use.MAGNIFIED | Use.SOLVED
+SENSITIVE = DECISIONS | Use.RESULT | Use.MAGNIFIED | Use.SOLVED | Use.DISTANCE
 # The flags as integers: Python computes with `enum.IntFlag` ten times as slowly.
-_NONE, _RESULT, _LOSS, _ORDER, _SOFTMAX, _MAGNIFIED, _SOLVED, _CHAINED, _SUMMED, _PRODUCT = map(
-    int, (Use.NONE, *Use)
-)
+_NONE, _RESULT, _LOSS, _ORDER, _SOFTMAX = map(int, (Use.NONE, *Use)[:5])
+_MAGNIFIED, _SOLVED, _CHAINED, _SUMMED, _PRODUCT, _DISTANCE = map(int, (Use.NONE, *Use)[5:])
 _DECISIONS = int(DECISIONS)
 _COMPARED = frozenset(("argmax", "argmin", "top_k", "approx_top_k", "sort"))
 # Operations that move or choose elements, and leave them as they are.
@@ -151,6 +154,8 @@ class Uses(Backward):
         self._transposed: dict[Any, Any] = {}
         # (id of a jaxpr, uses of its results, pass) -> (the jaxpr, the uses inside it).
         self.known: dict[Any, tuple[Any, dict[Any, int]]] = {}
+        # Of the first jaxpr, which contains the others.
+        self._distances: set[Any] | None = None
 
     def join(self, first: Any, second: Any) -> Any:
         return first | second
@@ -165,6 +170,8 @@ class Uses(Backward):
         """Returns variable -> uses for one jaxpr, without the jaxprs inside."""
         body, place = _compat.jaxpr_body(jaxpr)[0], place or Place()
         key = id(body), tuple(results), place.phase
+        if self._distances is None:
+            self._distances = distance_sites(body)
         if key not in self.known:
             for equation in body.eqns:
                 if equation.primitive.name == "transpose":
@@ -173,7 +180,13 @@ class Uses(Backward):
                     operand, result = equation.invars[0], equation.outvars[0]
                     if operand.aval.size != result.aval.size:
                         self._broadcast.add(result)
-            self.known[key] = body, super().facts(body, results, place, state)
+            facts = super().facts(body, results, place, state)
+            for equation in body.eqns if self._distances else ():
+                is_dot = equation.primitive.name == "dot_general"
+                if is_dot and call_site(equation) in self._distances:
+                    var = equation.outvars[0]
+                    facts[var] = facts.get(var, _NONE) | _DISTANCE
+            self.known[key] = body, facts
         return self.known[key][1]
 
     def equation(self, equation: JaxprEqn, results: list[Any], frame: Frame) -> list[Any]:

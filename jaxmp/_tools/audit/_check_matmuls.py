@@ -255,15 +255,16 @@ class _Exact(NamedTuple):
 
 
 def _is_fp32_by_design(op: OpOccurrence, matmul: _programs.Matmul, audit: Auditor) -> bool:
-    """Returns True for matmuls of attention, of a matrix that is factorized, and of its norm, and
-    for those by which a loss selects values, such as the log-probabilities of labels.
+    """Returns True for matmuls of attention, of a matrix that is factorized, and of its norm, of
+    squared distances, and for those by which a loss selects values, such as log-probabilities.
 
     Autocast computes the factorized one in FP32, because its condition multiplies each rounding
     error, and the selected values, which the matmul itself does not round. The power iteration of
     a spectral norm requires FP32, too, and has few operations.
     """
     key, use = _Exact(op.location.names, op.line), audit.use_of(op.result)
-    is_exact = _programs.Use.SOLVED in use or _dataflow.is_of_power_iteration(op, use)
+    is_exact = bool(use & (_programs.Use.SOLVED | _programs.Use.DISTANCE))
+    is_exact |= _dataflow.is_of_power_iteration(op, use)
     if is_exact or _is_selection(op, use, audit):
         audit.collected[_Exact].append(key)
     return _checks.is_internal_matmul(op, matmul) or key in audit.collected[_Exact]

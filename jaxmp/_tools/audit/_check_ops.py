@@ -32,7 +32,8 @@ LOSS_16BIT = _checks.Check(
 )
 NORM_16BIT = _checks.Check(
     id="norm_16bit",
-    explanation="The statistics of a normalization are computed in 16 bits.",
+    explanation="The statistics of a normalization are computed in 16 bits, or the power iteration"
+    " of a spectral norm, whose gradient is a small difference.",
     fix="x = x.astype(jnp.float32)",
     includes_optimizer=True,
 )
@@ -55,12 +56,13 @@ ACCUMULATOR_16BIT = _checks.Check(
     id="accumulator_16bit",
     explanation="Gradients are accumulated in 16 bits over microbatches or steps, parameters are"
     " averaged, or other state is updated in 16 bits: counters, metrics, running statistics,"
-    " decayed sums of loops and associative scans.",
+    " decayed sums of loops and associative scans, and small steps of solvers and samplers.",
     fix="total = jnp.zeros(p.shape, jnp.float32)\ntotal = total + grads.astype(jnp.float32)",
     includes_optimizer=True,
 )
 
 _FIX_NORM = f"Compute mean and variance in FP32, and cast the result:\n    {NORM_16BIT.fix}"
+_FIX_POWER = "Cast the matrix and the vectors before the iteration:\n    w = w.astype(jnp.float32)"
 _NEAR = _checks.LAYOUT | _checks.named("mul div add sub select_n")
 _SUMS = _checks.named("reduce_sum cumsum")
 # Operations between an exponential and its sum, as that with a mask.
@@ -194,6 +196,16 @@ def check_root(op: _checks.OpOccurrence, audit: _auditor.Auditor) -> None:
     dtype = _checks.half_of(op.operands)
     if dtype is not None and not op.is_backward and is_sum(op):
         _report_norm(op, dtype, audit)
+
+
+@NORM_16BIT.on_result("dot_general")
+def check_power_iteration(op: _checks.OpOccurrence, audit: _auditor.Auditor) -> None:
+    """Reports a product of a power iteration in 16 bits."""
+    dtype = _checks.half_of(op.operands)
+    if dtype is not None and _dataflow.is_of_power_iteration(op, audit.use_of(op.result)):
+        message = f"a power iteration multiplies in {dtype.name}, and the gradient of the norm is a"
+        message += " difference of close numbers."
+        audit.add(NORM_16BIT, op, message, _origins.fix_operation(op) or _FIX_POWER)
 
 
 def _is_square(equation: _programs.Equation) -> bool:

@@ -29,6 +29,8 @@ _FEW_TERMS = 8
 # Estimated error from which a sum of a backward pass is reported. That of a bias over a batch has
 # less, and the rounding of its terms is of the same size.
 _NOTABLE = 0.05
+# Steps of a loop of unknown length.
+_UNKNOWN_STEPS = 100
 
 
 FIX_ACCUMULATOR = (
@@ -286,6 +288,66 @@ def _report_recurrence(
     inner = op.in_body(linear.addition)
     fix = fix_carry(op, carry, inner, audit)
     audit.add(_check_ops.ACCUMULATOR_16BIT, inner, f"{message} away.", fix)
+
+
+@_check_ops.ACCUMULATOR_16BIT.on_result(*_programs.LOOPS)
+def check_small_steps(op: OpOccurrence, audit: Auditor) -> None:
+    """Reports a 16-bit carry to which a loop adds small multiples of functions of that carry.
+
+    Solvers of differential equations and samplers do so. With the unit roundoff `u`, `n` steps of
+    the size `c` have an error of about `sqrt(n) * u`, relative to a change of up to `n * c`.
+    """
+    length, body = op.loop.length or _UNKNOWN_STEPS, _programs.Body(op.loop.jaxpr)
+    for carry, result in zip(op.loop.incoming, op.loop.outgoing, strict=True):
+        dtype = _checks.half_of([carry])
+        steps = [] if dtype is None or not op.is_forward else _steps_of(carry, result, body)
+        factors = [factor for _, factor in steps]
+        if dtype is None or None in factors or not any(factors):
+            continue
+        size = max(map(abs, factors))
+        error = float(jnp.finfo(dtype).eps) / 2 / (size * math.sqrt(length))
+        if error < _NOTABLE:
+            continue
+        message = f"a loop adds steps with the factor {size:.4g} to its {dtype.name} carry, with an"
+        message += f" error of about {min(error, 1):.0%} of their sum."
+        fix = f"Carry FP32 through the loop at {op.where}, and cast it where matmuls read it:\n"
+        fix += "    carry = carry.astype(jnp.float32)  # before the loop\n"
+        fix += f"    low = carry.astype(jnp.{dtype.name})  # in the loop"
+        audit.add(_check_ops.ACCUMULATOR_16BIT, op.in_body(steps[-1][0]), message, fix)
+
+
+def _steps_of(
+    carry: _programs.Atom, result: _programs.Atom, body: _programs.Body
+) -> list[tuple[_programs.Equation, float | None]]:
+    """Returns the additions by which a carry becomes its next value, and the factor of each step.
+
+    Returns:
+      [] if the carry is not one of the summands, or if no step depends on it; the last addition
+      first. The factor is None if it is not a constant.
+    """
+    steps, dependents, depends = [], body.dependents([carry]), False
+    var = body.source_of(result, _checks.LAYOUT)
+    while var is not carry:
+        addition = body.maker(var)
+        if addition is None or addition.primitive.name not in ("add", "sub"):
+            return []
+        sides = [body.source_of(each, _checks.LAYOUT) for each in addition.invars]
+        makers = [body.maker(each) for each in sides]
+        is_spine = [
+            side is carry or (maker is not None and maker.primitive.name in ("add", "sub"))
+            for side, maker in zip(sides, makers, strict=True)
+        ]
+        spine = int(not is_spine[0])
+        if not is_spine[spine] or (spine and addition.primitive.name == "sub"):
+            return []
+        step, maker = sides[1 - spine], makers[1 - spine]
+        name = "" if maker is None else maker.primitive.name
+        numbers = map(_dataflow.number_of, maker.invars) if name in ("mul", "div") else ()
+        factor = next((number for number in numbers if number), None)
+        steps.append((addition, 1 / factor if factor and name == "div" else factor))
+        depends |= step in dependents
+        var = sides[spine]
+    return steps if depends else []
 
 
 _CHANGES = _checks.named("mul div add sub max min clamp")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import builtins
 import contextlib
+import functools
 import gc
 import itertools
 import linecache
@@ -19,7 +20,7 @@ from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, 
 from typing import NamedTuple
 
 from jaxmp._core import _compat
-from jaxmp._tools.fixes._source import IN_16_BITS, Edit, codes_of, with_inner
+from jaxmp._tools.fixes._source import IN_16_BITS, Edit, both, codes_of, with_inner
 
 WORKS, FAILS, NOT_TRIED = "works", "fails", "not tried"
 # Traces with single fixes, if some of them fail together.
@@ -62,13 +63,13 @@ def unified(fix: str, file: str, line: int, edits: Iterable[Edit]) -> tuple[str,
         if other in chosen and other.code != edit.code:
             fix = _without(fix, edit.code)
         fix = fix.replace(f"    {edit.code}", f"    {other.code}")
-    return _nested(fix, sorted(set(best.values()), key=lambda e: (-len(e.old), e)))
+    return _nested(fix, set(best.values()))
 
 
-def _nested(fix: str, edits: list[Edit]) -> tuple[str, Edits]:
+def _nested(fix: str, edits: set[Edit]) -> tuple[str, Edits]:
     """Returns a fix and its edits, in which those inside of another expression are part of it."""
     kept: list[Edit] = []
-    for edit in edits:
+    for edit in sorted(edits, key=lambda e: (-len(e.old), e)):
         outer = next((e for e in kept if e.line == edit.line and edit.old in e.code), None)
         if outer is None:
             kept.append(edit)
@@ -175,12 +176,13 @@ def try_edits(
                 return FixTrial(WORKS, tuple(more), edits)
             if not new or any(edits is None for _, edits in new):
                 break
-            following = frozenset().union(*(edits for _, edits in new if edits))
+            text = functools.reduce(both, (_with_places(*problem) for problem in new))
+            text, following = _nested(text, {e for _, edits in new for e in edits or ()})
             pairs = itertools.product(edits, following)
             if any(a.line == b.line and b.old in a.code for a, b in pairs):
                 break  # It changes the code of the first fix again.
             layers.append(following)
-            more += [_plain(_with_places(*problem)) for problem in new]
+            more.append(_plain(text))
         return FixTrial(FAILS)
 
     waiting = [n for n, row in enumerate(trials) if not row.state]

@@ -1,0 +1,86 @@
+"""Squared distances that a matmul and norms compute: `|x|**2 + |y|**2 - 2 * x @ y`.
+
+They are small differences of large numbers: an operand of 3 that is rounded to 16 bits, unlike that
+of the norm, changes the distance of two near points by more than the distance.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from jaxmp._core import _compat
+from jaxmp._programs._analysis import Forward
+from jaxmp._programs._constructs import CONSTRUCTS
+from jaxmp._programs._interpreter import Frame
+from jaxmp._programs._locations import call_site
+from jaxmp._programs._matmuls import is_inner_product
+from jaxmp._programs._operations import exponent_of
+
+_SAME = frozenset(
+    ("transpose", "reshape", "broadcast_in_dim", "squeeze", "convert_element_type", "neg", "copy")
+)
+_SCALES = frozenset(("mul", "div"))
+_ADDS = frozenset(("add", "sub"))
+
+
+class _Terms(NamedTuple):
+    """Terms of a value.
+
+    source: the variable that it is, up to its layout and a factor.
+    square: the variable of which it is the square, or None.
+    norms: variables whose squares it sums.
+    dots: (call site, the two operands) of the matmuls that it contains.
+    """
+
+    source: Any
+    square: Any = None
+    norms: frozenset[Any] = frozenset()
+    dots: frozenset[Any] = frozenset()
+
+
+class _Distances(Forward):
+    def __init__(self) -> None:
+        super().__init__()
+        self.sites: set[Any] = set()
+
+    def equation(
+        self, equation: _compat.JaxprEqn, operands: list[Any], frame: Frame
+    ) -> list[_Terms | None]:
+        name, variables = equation.primitive.name, equation.invars
+        if name in CONSTRUCTS:
+            return self.enter(equation, self._known(variables, operands), frame)
+        if len(equation.outvars) != 1 or not variables:
+            return [None] * len(equation.outvars)
+        result = _Terms(equation.outvars[0])
+        arrays = [n for n, var in enumerate(variables) if getattr(var.aval, "ndim", 0)]
+        if name in _SAME or (name in _SCALES and arrays == [0]) or (name, arrays) == ("mul", [1]):
+            return self._known(variables, operands)[arrays[0] : arrays[0] + 1] if arrays else [None]
+        terms = self._known(variables, operands)
+        sources = [each.source for each in terms]
+        is_product = name in ("mul", "dot_general") and sources[0] is sources[1]
+        if name == "square" or exponent_of(equation) == 2 or (name == "mul" and is_product):
+            return [result._replace(square=sources[0])]
+        if name == "reduce_sum" and terms[0].square is not None:
+            return [result._replace(norms=frozenset([terms[0].square]))]
+        if name == "dot_general" and is_product and is_inner_product(equation):
+            return [result._replace(norms=frozenset(sources[:1]))]
+        if name == "dot_general":
+            dot = call_site(equation), frozenset(sources[:2])
+            return [result._replace(dots=frozenset([dot]))]
+        if name in _ADDS:
+            norms = frozenset().union(*(each.norms for each in terms))
+            dots = frozenset().union(*(each.dots for each in terms))
+            self.sites |= {site for site, both in dots if site is not None and both <= norms}
+            return [result._replace(norms=norms, dots=dots)]
+        return [None]
+
+    def _known(self, variables: list[Any], operands: list[Any]) -> list[_Terms]:
+        pairs = zip(variables, operands, strict=True)
+        return [_Terms(var) if terms is None else terms for var, terms in pairs]
+
+
+def distance_sites(jaxpr: _compat.Jaxpr | _compat.ClosedJaxpr) -> set[Any]:
+    """Returns the call sites of the matmuls of distances, which are also those of gradients."""
+    distances = _Distances()
+    distances.run(jaxpr, [None] * len(_compat.jaxpr_body(jaxpr)[0].invars))
+    return distances.sites
