@@ -34,6 +34,7 @@ import json
 import os
 import re
 import sys
+import tomllib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -53,7 +54,7 @@ import workload_sizes
 from gpu_record import archived
 from jaxmp._core._targets import find_target, get_target, targets
 from jaxmp._tools.plan import _bound
-from jaxmp._tools.plan._bound import error_of, measured, shares_of
+from jaxmp._tools.plan._bound import error_of, shares_of
 from jaxmp._tools.plan._programs import Candidate
 from result_file import write_result
 
@@ -236,9 +237,9 @@ def check_batches(options: argparse.Namespace) -> tuple[list[dict[str, Any]], bo
         program = Candidate(
             make_step, jaxmp.load_recipe(recipe), get_target(chip), None, options.cache
         )
-        largest = program.largest().row.batch
+        largest = program.largest().batch
         tried = range(1, largest + 4)
-        fits = [batch for batch in tried if program.measure(batch).row.fits]
+        fits = [batch for batch in tried if program.measure(batch).fits]
         rows.append(
             {
                 "model": make_step.__name__,
@@ -282,7 +283,7 @@ def check_time(options: argparse.Namespace) -> tuple[list[dict[str, Any]], bool]
 # ---------------------------------------------------------------------------
 
 RESULTS = Path(__file__).parent / "results"
-MEASURED = Path(_bound.__file__).with_name("measured.toml")
+FILE = Path(_bound.__file__).with_name("measured.toml")
 
 
 def timed_shares() -> dict[str, dict[str, Any]]:
@@ -338,7 +339,7 @@ def cases() -> list[dict[str, Any]]:
 
 def measured_toml() -> str:
     """Returns the text of the file: its own comments and defaults, then shares and cases."""
-    head = re.split(r"\n\[shares\.(?!default)|\n\[\[cases", MEASURED.read_text("utf-8"))[0]
+    head = re.split(r"\n\[shares\.(?!default)|\n\[\[cases", FILE.read_text("utf-8"))[0]
     tables = [(f"[shares.{name}]", own) for name, own in timed_shares().items()]
     tables += [("[[cases]]", case) for case in cases()]
     lines = [head.rstrip()]
@@ -351,10 +352,10 @@ def measured_toml() -> str:
 def check_calibration(options: argparse.Namespace) -> tuple[list[dict[str, Any]], bool]:
     """Writes the file, and returns each case with the interval that is made without it."""
     del options
-    MEASURED.write_text(measured_toml(), "utf-8")
-    measured.cache_clear()
+    FILE.write_text(measured_toml(), "utf-8")
+    _bound.MEASURED.update(tomllib.loads(FILE.read_text("utf-8")))
     rows = []
-    for number, case in enumerate(known := measured()["cases"]):
+    for number, case in enumerate(known := _bound.MEASURED["cases"]):
         others = [*known[:number], *known[number + 1 :]]
         narrow = case["width"] < 4096
         low, high = (case["bound"] * f for f in error_of(case["chip"], narrow, others))

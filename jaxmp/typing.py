@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from jaxmp._tools.audit._explain import Explanation
     from jaxmp._tools.memory import MemoryEstimate
     from jaxmp._tools.nonfinite import NonfiniteReport
-    from jaxmp._tools.plan import PlanReport
+    from jaxmp._tools.plan._report import PlanReport
     from jaxmp._tools.stats import StatsReport, TrainingStats
     from jaxmp._tools.validate._parity import ParityReport
     from jaxmp._tools.validate._report import ValidationReport
@@ -47,7 +47,7 @@ _LAZY = {
     "MemoryEstimate": "jaxmp._tools.memory",
     "NonfiniteReport": "jaxmp._tools.nonfinite",
     "ParityReport": "jaxmp._tools.validate._parity",
-    "PlanReport": "jaxmp._tools.plan",
+    "PlanReport": "jaxmp._tools.plan._report",
     "StatsReport": "jaxmp._tools.stats",
     "TrainingStats": "jaxmp._tools.stats",
     "ValidationReport": "jaxmp._tools.validate._report",

@@ -86,6 +86,20 @@ MUTATIONS = [
         ("test_memory.py::test_recomputed_arrays_do_not_all_exist_at_once",),
     ),
     Mutation(
+        "two elements of 4 bits are estimated to occupy two bytes",
+        "jaxmp/_tools/memory/_liveness.py",
+        "jax.dtypes.itemsize_bits(dtype) if is_number else ",
+        "",
+        ("test_memory.py::test_packed_types_and_shardings_of_jit_count_as_in_the_program",),
+    ),
+    Mutation(
+        "an array on one device is estimated to stay there",
+        "jaxmp/_tools/memory/__init__.py",
+        "own if isinstance(own, NamedSharding) else asked.get(n)",
+        "own or asked.get(n)",
+        ("test_memory.py::test_packed_types_and_shardings_of_jit_count_as_in_the_program",),
+    ),
+    Mutation(
         "all gradients are estimated to exist until the last update",
         "jaxmp/_tools/memory/_liveness.py",
         "max((first.get(array, 0) for array in reads), default=0)",
@@ -134,7 +148,7 @@ MUTATIONS = [
     Mutation(
         "gradients are divided along the batch before they are summed",
         "jaxmp/_tools/memory/_liveness.py",
-        "is_summed = not is_apart and name not in _programs.MATMULS",
+        "is_summed = not is_apart and not is_matmul",
         "is_summed = True",
         ("test_memory.py::test_gradients_are_whole_before_they_are_summed_over_the_batch",),
     ),
@@ -184,8 +198,8 @@ MUTATIONS = [
     Mutation(
         "plan: hosts of the user do not divide the devices",
         "jaxmp/_tools/plan/_bound.py",
-        "each = devices // hosts if hosts else chip.domain",
-        "each = chip.domain",
+        "chip = chip._replace(domain=devices // hosts)",
+        "pass",
         ("test_plan.py::test_hosts_and_links_are_those_of_the_user",),
     ),
     Mutation(

@@ -578,7 +578,7 @@ def test_a_script_and_its_step_have_the_same_findings(name, tmp_path, watch):
     with jax.numpy_dtype_promotion("standard"):
         exec(compile(text, file, "exec"), scope)
         report = jaxmp.audit(scope["step"], *scope["arguments"], recipe="bf16")
-    script = AuditReport.from_json(result["value"])
+    script = AuditReport.from_json(result["report"])
     assert script.findings == report.findings
     # Flax's layer computes its statistics in FP32.
     assert bool(report.findings) == (name != "layer_norm")
@@ -621,7 +621,7 @@ BF16 = {"recipe": "bf16", "target": None}
 def test_every_step_that_is_called_is_audited_and_others_are_named(watch, unused):
     text = ACTOR.replace("critic, actor", f"{unused}critic, actor")
     result = watch("audit", compile(text, "actor.py" if unused else "actors.py", "exec"), **BF16)
-    sentence, report = result["sentence"], AuditReport.from_json(result["value"])
+    sentence, report = result["sentence"], AuditReport.from_json(result["report"])
     assert set(report.function.split(", ")) == {"critic_step", "actor_step", "average"}
     assert ("not reached: unused_step (actor.py:17)" in sentence) == bool(unused)
     assert report.flops == 10 * 2 * 2 * 4**3
@@ -629,14 +629,14 @@ def test_every_step_that_is_called_is_audited_and_others_are_named(watch, unused
 
 def test_the_memory_of_a_script_is_that_of_its_largest_step(watch):
     result = watch("memory", compile(ACTOR, "memory.py", "exec"), target="v100")
-    estimate = jaxmp.typing.MemoryEstimate.from_json(result["value"])
+    estimate = jaxmp.typing.MemoryEstimate.from_json(result["report"])
     assert estimate.function == "actor_step" and estimate.fits
 
 
 def test_a_script_runs_until_its_step_has_failed(watch):
     text = ACTOR.replace("critic_step(critic, x)", "critic_step(critic, x / (n != 4))")
     result = watch("locate", compile(text, "locate.py", "exec"))
-    report = jaxmp.typing.NonfiniteReport.from_json(result["value"])
+    report = jaxmp.typing.NonfiniteReport.from_json(result["report"])
     assert report.reproduced and report.argument == "x", result
 
 
@@ -650,8 +650,9 @@ step(jnp.ones((4, 4)), jnp.ones((4, 4)))
 
 def test_a_plan_replaces_the_recipe_of_a_script(watch):
     settings = {"recipe": "fp16", "targets": ["v100"], "cache": None, "hosts": None, "links": {}}
-    ((row, seconds),) = watch("plan", compile(PLANNED, "plan.py", "exec"), **settings)["value"]
-    assert (row["recipe"], row["fits"], row["lacking"], seconds) == ("fp16", True, "", None)
+    result = watch("plan", compile(PLANNED, "plan.py", "exec"), **settings)
+    (row,) = jaxmp.typing.PlanReport.from_json(result["report"]).rows
+    assert (row.recipe, row.fits, row.lacking, row.bound) == ("fp16", True, "", None)
     other = PLANNED.replace('jaxmp.load_recipe(jaxmp.load_recipe("bf16"))', '"bf16"')
     with pytest.raises(
         AuditError, match=r"does not call jaxmp\.load_recipe, [^:]*:\n    def make_step"

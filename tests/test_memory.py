@@ -17,7 +17,7 @@ import gpt
 import jaxmp
 from gpu_compiler import needs_compiler
 from jaxmp._programs import _constructs
-from jaxmp._tools.memory import STATE, _errors
+from jaxmp._tools.memory import ERRORS, STATE
 from jaxmp.errors import AuditError, MissingDependencyError, TargetError
 from jaxmp.typing import MemoryEstimate
 
@@ -138,6 +138,16 @@ def test_shards_are_counted_on_one_device():
     whole = jaxmp.estimate_memory(jax.grad(squares), PARAMS, ROWS)
     quarter = jaxmp.estimate_memory(jax.grad(squares), [*map(shard, PARAMS)], shard(ROWS))
     assert {kind: 4 * size for kind, size in quarter.kinds.items()} == whole.kinds
+
+
+def test_packed_types_and_shardings_of_jit_count_as_in_the_program():
+    mesh = jax.make_mesh((2,), ("data",), devices=jax.devices()[:2], axis_types=(AxisType.Auto,))
+    rows = NamedSharding(mesh, P("data"))
+    step = lambda packed, x: x.sum(0) * packed.astype(jnp.float32)
+    step = jax.jit(step, in_shardings=(None, rows))
+    # The array is on one device, and JAX divides it.
+    estimate = jaxmp.estimate_memory(step, jnp.zeros(64, jnp.int4), jnp.ones((8, 64)), exact=False)
+    assert estimate.arguments == 64 // 2 + 4 * 8 * 64 // 2
 
 
 def perceptrons(params, x):
@@ -369,7 +379,7 @@ def test_ranges_come_from_the_recorded_programs():
     for row in rows:
         # The state has one counter more than when most rows were compiled.
         assert row["state"] == pytest.approx(row["xla_kinds"], abs=4, rel=0)
-    for name, error in _errors().items():
+    for name, error in ERRORS.items():
         own = [row for row in rows if (row["devices"] == 1) == (name == "one")]
         ratios = [row["xla_temporary"] / row["temporary"] for row in own]
         inside = sum(error["low"] <= ratio <= error["high"] for ratio in ratios)

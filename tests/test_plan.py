@@ -18,8 +18,8 @@ from jaxmp._tools.audit._hlo import Program as Hlo
 from jaxmp._tools.audit._hlo_stats import read_program
 from jaxmp._tools.audit._rows import Finding
 from jaxmp._tools.plan import _programs
-from jaxmp._tools.plan._bound import cost_of, error_of, hosts_of, measured, shares_of
-from jaxmp._tools.plan._programs import Candidate, MeasuredRow, relative
+from jaxmp._tools.plan._bound import MEASURED, cost_of, error_of, shares_of
+from jaxmp._tools.plan._programs import Candidate, relative
 from jaxmp._tools.plan._report import PlanChoice, PlanRow, recommend
 from jaxmp.errors import AuditError, JaxmpError, TargetError
 from jaxmp.typing import AuditReport, PlanReport
@@ -226,12 +226,12 @@ def test_the_search_finds_what_trying_each_batch_finds(memory, monkeypatch):
     def measure(self, batch):
         compiled.append(batch)
         row = PlanRow(recipe="bf16", target="l4", batch=batch, memory=memory(batch))
-        return MeasuredRow(PlanRow(**{**vars(row), "fits": row.memory <= LIMIT}), 1.0)
+        return dataclasses.replace(row, fits=row.memory <= LIMIT)
 
     monkeypatch.setattr(Candidate, "measure", measure)
     program = Candidate(make_step, jaxmp.load_recipe("bf16"), get_target("l4"), None, None)
     fitting = [batch for batch in range(1, 2000) if memory(batch) <= LIMIT]
-    row = program.largest().row
+    row = program.largest()
     assert row.batch == max(fitting, default=1) and row.fits == bool(fitting)
     assert len(compiled) <= 16 and len(set(compiled)) == len(compiled)
 
@@ -262,11 +262,7 @@ def row_of(recipe, bound, *, fits=True, moved=10, fp8=0, batch=None):
 
 
 def test_bounds_are_relative_to_the_baseline_per_example():
-    rows = [
-        MeasuredRow(row_of("fp16", None, batch=4), 4.0),
-        MeasuredRow(row_of("bf16", None), None),
-    ]
-    rows += [MeasuredRow(row_of("bf16", None, batch=2), 1.0)]
+    rows = [row_of("fp16", 4.0, batch=4), row_of("bf16", None), row_of("bf16", 1.0, batch=2)]
     assert [row.bound for row in relative(rows, "bf16", {}, {})] == [2.0, None, 1.0]
 
 
@@ -297,7 +293,7 @@ def test_the_recommendation_names_bytes_and_formats():
 
 
 def test_intervals_come_from_the_measured_ratios():
-    cases = measured()["cases"]
+    cases = MEASURED["cases"]
     assert len(cases) >= 9 and all(case["source"] for case in cases)
     inside = 0
     for number, case in enumerate(cases):
@@ -313,17 +309,17 @@ def test_intervals_come_from_the_measured_ratios():
 
 def test_the_h100_reaches_the_shares_of_the_timed_h200():
     assert shares_of(get_target("h100")) == shares_of(get_target("h200"))
-    assert shares_of(get_target("l4")) == measured()["shares"]["default"]
+    assert shares_of(get_target("l4")) == MEASURED["shares"]["default"]
 
 
 def test_prices_give_the_cost_of_a_billion_tokens():
-    row = dataclasses.replace(row_of("bf16", None), devices=8, tokens=1000)
-    (bound,) = relative([MeasuredRow(row, 2.0)], "bf16", {"h100": 3.6}, {})
+    row = dataclasses.replace(row_of("bf16", 2.0), devices=8, tokens=1000)
+    (bound,) = relative([row], "bf16", {"h100": 3.6}, {})
     # 500 tokens per second cost 8 x 3.6 / 3600 per second.
     assert bound.cost == pytest.approx(8 * 3.6 / 3600 / 500 * 1e9) and bound.cost_from == "bound"
-    (timed,) = relative([MeasuredRow(row, 2.0)], "bf16", {"h100": 3.6}, {"h100/bf16": 250})
+    (timed,) = relative([row], "bf16", {"h100": 3.6}, {"h100/bf16": 250})
     assert timed.cost == pytest.approx(2 * bound.cost) and timed.cost_from == "measured"
-    assert relative([MeasuredRow(row, 2.0)], "bf16", {"a100": 1}, {})[0].cost is None
+    assert relative([row], "bf16", {"a100": 1}, {})[0].cost is None
 
 
 HLO = """HloModule step, entry_computation_layout={()->()}
@@ -394,7 +390,7 @@ ENTRY %main (w: f32[1048576]) -> f32[1048576] {
 
 def test_collectives_between_hosts_have_the_speed_of_the_network():
     pairs = get_target({"like": "h100", "domain": 2, "network": 10e9})
-    run = lambda text, chip: cost_of(Compiled(text, None, "", 4, False, {}, [], chip), ()).seconds
+    run = lambda text, chip: cost_of(Compiled(text, None, "", 4, False, {}, [], chip), ()).bound
     sent = 2 * 4 * 2**20
     assert run(SUM, pairs) == pytest.approx(sent / (pairs.link / 2), rel=0.01)
     across = SUM.replace("{{0,1},{2,3}}", "{{0,2},{1,3}}")
@@ -407,13 +403,13 @@ def test_collectives_between_hosts_have_the_speed_of_the_network():
 def test_hosts_and_links_are_those_of_the_user():
     h100 = get_target("h100")
     compiled = Compiled(SUM, None, "", 4, False, {}, [], h100)
-    assert (hosts_of(compiled, None), hosts_of(compiled, 2)) == (1, 2)
-    one, two, four = (cost_of(compiled, (), hosts).seconds for hosts in (None, 2, 4))
-    assert one == two < four
+    one, two, four = (cost_of(compiled, (), hosts) for hosts in (None, 2, 4))
+    assert (one.hosts, two.hosts) == (1, 2)
+    assert one.bound == two.bound < four.bound
     sent = 2 * 4 * 2**20
     slow = compiled._replace(chip=with_links(h100, {"between": 20e9, "within": 200e9}))
-    assert cost_of(slow, (), 2).seconds == pytest.approx(sent / 100e9, rel=0.01)
-    assert cost_of(slow, (), 4).seconds == pytest.approx(sent / 10e9, rel=0.01)
+    assert cost_of(slow, (), 2).bound == pytest.approx(sent / 100e9, rel=0.01)
+    assert cost_of(slow, (), 4).bound == pytest.approx(sent / 10e9, rel=0.01)
     with pytest.raises(TargetError, match="hosts=3 cannot have the same number of the 4 devices"):
         cost_of(compiled, (), 3)
 
@@ -431,9 +427,9 @@ ENTRY %main (w: f8e4m3fn[8192,8192], v: f8e4m3fn[8192,8192]) -> bf16[8192,8192] 
 def test_a_kernel_takes_the_larger_of_the_times_of_flops_and_of_bytes():
     flops, size, chip = 2 * 8192**3, 4 * 8192**2, get_target("tpu7x")
     computing, memory = flops / (0.78 * chip.peak["float8_e4m3fn"]), size / (0.92 * chip.bandwidth)
-    assert cost(DOT, "tpu7x").seconds == pytest.approx(computing + 1e-6)
+    assert cost(DOT, "tpu7x").bound == pytest.approx(computing + 1e-6)
     slow = chip._replace(bandwidth=chip.bandwidth / 1000)
-    moved = cost_of(Compiled(DOT, None, "", 1, False, {}, [], slow), ()).seconds
+    moved = cost_of(Compiled(DOT, None, "", 1, False, {}, [], slow), ()).bound
     assert moved == pytest.approx(1000 * memory + 1e-6)
 
 
@@ -477,11 +473,11 @@ def test_attention_has_its_own_rate():
     )
     h100 = get_target("h100")
     empty = Compiled(HLO, None, "", 1, False, {}, [], h100)
-    base = cost_of(empty, ()).seconds
-    forward = cost_of(empty, [row]).seconds - base
+    base = cost_of(empty, ()).bound
+    forward = cost_of(empty, [row]).bound - base
     backward = types.SimpleNamespace(**{**vars(row), "phase": "backward"})
     assert forward > 10**15 / h100.peak["bfloat16"]
-    assert cost_of(empty, [backward]).seconds - base > forward
+    assert cost_of(empty, [backward]).bound - base > forward
 
 
 # ---------------------------------------------------------------------------

@@ -32,7 +32,8 @@ from jaxmp._core._compat import _watch_jit
 from jaxmp._policies import _recipe
 from jaxmp._tools.audit import _audit, _jitted
 from jaxmp._tools.nonfinite import _measure
-from jaxmp._tools.plan import _programs
+from jaxmp._tools.plan import PlanReport, _programs
+from jaxmp._tools.report._views import Report
 from jaxmp.errors import AuditError, JaxmpError
 
 # ---------------------------------------------------------------------------
@@ -47,7 +48,7 @@ def run_script(
     function: str | None,
     max_seconds: float,
     **settings: Any,
-) -> tuple[str, Any]:
+) -> tuple[str, str]:
     """Runs a script until its train steps are traced, and a tool on these.
 
     Args:
@@ -59,7 +60,7 @@ def run_script(
       **settings: settings of the tool.
 
     Returns:
-      A sentence about the functions that the tool has read, and the result of the tool.
+      A sentence about the functions that the tool has read, and the JSON text of its report.
 
     Raises:
       AuditError: if the script fails, or exits before it compiles a function with matmuls.
@@ -98,7 +99,7 @@ def run_script(
         result = json.loads(file.read_text("utf-8"))
     if result["error"]:
         raise AuditError(result["error"])
-    return result["sentence"], result["value"]
+    return result["sentence"], result["report"]
 
 
 # ---------------------------------------------------------------------------
@@ -247,7 +248,7 @@ class Watcher:
         others = ", ".join(dict.fromkeys(left))
         verb = {"audit": "audits", "locate": "follows"}.get(self.tool, "reads")
         sentence += f"; --function NAME {verb} another one: {others}" if others else ""
-        return {"error": "", "sentence": sentence, "value": self._value(chosen)}
+        return {"error": "", "sentence": sentence, "report": self._report(chosen).to_json()}
 
     def _chosen(self, watched: list[_jitted.Watched]) -> list[_jitted.Watched]:
         """Returns the requested function, the train steps, or the function with the most FLOPs."""
@@ -268,23 +269,24 @@ class Watcher:
             return watched[:1]
         return list(steps.values())
 
-    def _value(self, chosen: list[_jitted.Watched]) -> Any:
+    def _report(self, chosen: list[_jitted.Watched]) -> Report:
+        """Returns the report of the tool on the chosen functions."""
         settings = self.settings
         if self.tool == "locate":
             if not self.calls:
                 raise AuditError("the script compiled no function that takes gradients.")
             # The last step, or the one before it, whose results the last one has received.
             reports = [jaxmp.locate_nonfinite(*_positional(call)) for call in self.calls]
-            return next((each for each in reports if each.reproduced), reports[-1]).to_json()
+            return next((each for each in reports if each.reproduced), reports[-1])
         if self.tool == "plan":
             self._check_recipes()
             return _plan(chosen[0].call, settings)
         if self.tool == "memory":
             estimates = [jaxmp.estimate_memory(*_positional(w.call), **settings) for w in chosen]
-            return max(estimates, key=lambda estimate: estimate.total).to_json()
+            return max(estimates, key=lambda estimate: estimate.total)
         calls = [(w.call.function, w.call.args, w.call.kwargs) for w in chosen]
         reports = [_audit.audit_call(*call, **settings) for call in calls]
-        return _audit.join_reports(reports).to_json()
+        return _audit.join_reports(reports)
 
     def _check_recipes(self) -> None:
         names = list(dict.fromkeys(self.recipes))
@@ -316,15 +318,14 @@ def _positional(call: _watch_jit.JitCall) -> tuple[Any, ...]:
     return run, call.args, call.kwargs
 
 
-def _plan(call: _watch_jit.JitCall, settings: dict[str, Any]) -> list[Any]:
-    """Returns the row and the roofline of a step for each chip."""
+def _plan(call: _watch_jit.JitCall, settings: dict[str, Any]) -> PlanReport:
+    """Returns the programs of a step for each chip, with bounds in seconds."""
     recipe, cache = _recipe.load_recipe(settings["recipe"]), settings["cache"]
-    measured = []
+    rows = []
     for name in settings["targets"]:
         chip = _core.with_links(_core.get_target(name), settings["links"])
         program = _programs.Candidate(
             lambda _: _positional(call), recipe, chip, None, cache, settings["hosts"]
         )
-        row, seconds = program.measure(None)
-        measured.append([_core.to_plain(dataclasses.asdict(row)), seconds])
-    return measured
+        rows.append(program.measure(None))
+    return PlanReport(rows=tuple(rows))

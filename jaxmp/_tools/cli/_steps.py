@@ -17,7 +17,6 @@ import jax.numpy as jnp
 import typer
 
 import jaxmp
-from jaxmp import _core
 from jaxmp._core import _compat
 from jaxmp._policies import _recipe
 from jaxmp._tools.cli import _arguments, _show
@@ -28,30 +27,30 @@ if TYPE_CHECKING:
     from jaxmp.typing import NonfiniteReport, PlanReport
 
 T = TypeVar("T")
+R = TypeVar("R", bound=_views.Report)
 
 # ---------------------------------------------------------------------------
 # Scripts
 # ---------------------------------------------------------------------------
 
 
-def in_script(
-    tool: str, script: str, arguments: list[str] | None, json: str | None, **options: Any
-) -> Any:
-    """Runs a tool on a script, prints which functions it has read, and returns its result.
+def in_script(cls: type[R], tool: str, command: list[str], json: str | None, **options: Any) -> R:
+    """Runs a tool on a script, prints which functions it has read, and returns its report.
 
     Args:
+      cls: the class of the report.
       tool: the command.
-      script: the argument of `--script`.
-      arguments: those of the script; after `-m`, the module and its arguments.
+      command: the argument of `--script`, and those of the script; after `-m`, the module and its
+        arguments.
       json: the argument of `--json`.
       **options: those of `run_script`.
     """
     from jaxmp._tools.cli import _script
 
-    sentence, value = _script.run_script(tool, [script, *(arguments or [])], **options)
+    sentence, text = _script.run_script(tool, command, **options)
     if json != "-":
         _arguments.console().print(_arguments.escape(sentence, "dim"), soft_wrap=True)
-    return value
+    return cls.from_json(text)
 
 
 # ---------------------------------------------------------------------------
@@ -98,7 +97,7 @@ def run_audit(
     else:
         options = {"recipe": recipe, "target": target, "try_fixes": try_fixes}
         options |= {"function": name, "max_seconds": max_seconds}
-        report = cls.from_json(in_script("audit", script, function, json, **options))
+        report = in_script(cls, "audit", [script, *(function or [])], json, **options)
     _arguments.write_report(report, json, html, full=full)
     if fail_on == "any" and baseline is None:
         raise typer.Exit(0 if report.ok else 1)  # the printed report lists the errors
@@ -168,8 +167,8 @@ def run_memory(
                 f"\n    jaxmp plan --script {script} --recipes {recipe} --targets h200"
             )
         settings |= {"function": name, "max_seconds": max_seconds}
-        text = in_script("memory", script, function, json, **settings)
-        estimate = jaxmp.typing.MemoryEstimate.from_json(text)
+        cls = jaxmp.typing.MemoryEstimate
+        estimate = in_script(cls, "memory", [script, *(function or [])], json, **settings)
     else:
         make = _arguments.only_function("memory", function, name)
         run = lambda phase: _run_tool("memory", jaxmp.estimate_memory, make, phase, settings)
@@ -290,8 +289,8 @@ def run_locate(
                 "--checkpoint is for functions: the script restores the state itself. Write\n"
                 f"    jaxmp locate --script {script}"
             )
-        text = in_script("locate", script, function, json, function=name, max_seconds=max_seconds)
-        report = jaxmp.typing.NonfiniteReport.from_json(text)
+        cls, command = jaxmp.typing.NonfiniteReport, [script, *(function or [])]
+        report = in_script(cls, "locate", command, json, function=name, max_seconds=max_seconds)
     else:
         make = _arguments.only_function("locate", function, name)
         report = _located(make, checkpoint, step, batches)
@@ -438,7 +437,7 @@ def _plan_script(
     command: list[str], json: str | None, options: dict[str, Any], more: dict[str, Any]
 ) -> "PlanReport":
     """Runs a script once for each recipe, and returns the plan of its step."""
-    from jaxmp._tools.plan import MeasuredRow, PlanRow, check_plan, make_plan
+    from jaxmp._tools.plan import PlanReport, check_plan, make_plan
 
     recipes, _ = check_plan(lambda recipe: recipe, **options)
     if whole := next((recipe.whole for recipe in recipes if recipe.whole), None):
@@ -447,11 +446,9 @@ def _plan_script(
             f"function, which receives each phase:\n    {_PLAN}"
         )
     more |= {name: options[name] for name in ("targets", "hosts", "links", "cache")}
-
-    def measure() -> Iterator[MeasuredRow]:
-        for recipe in options["recipes"]:
-            values = in_script("plan", command[0], command[1:], json, recipe=recipe, **more)
-            for row, seconds in values:
-                yield MeasuredRow(_core.from_plain(PlanRow, row), seconds)
-
-    return make_plan(command[0], measure(), options["prices"], options["rates"])
+    rows = (
+        row
+        for recipe in options["recipes"]
+        for row in in_script(PlanReport, "plan", command, json, recipe=recipe, **more).rows
+    )
+    return make_plan(command[0], rows, options["prices"], options["rates"])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import importlib.metadata
 import os
 import tomllib
@@ -13,10 +12,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar
 
+from jax.sharding import NamedSharding
+
 from jaxmp import _core
 from jaxmp._core import PyTree, _compat
 from jaxmp._tools.audit import _compile, _trace
-from jaxmp._tools.audit._hlo import Program
 from jaxmp._tools.memory._cache import compiler_of, folder_of
 from jaxmp._tools.memory._liveness import Liveness, ShardedArgument
 from jaxmp._tools.report import _section
@@ -44,6 +44,9 @@ KINDS = tuple(_MEANING)
 # Bytes of temporary memory that cuBLAS uses on an H100, however small the matmuls are.
 _WORKSPACE = 2**25
 STATE = KINDS[:5]
+# "one" or "several" devices -> the measured range of XLA's temporary memory relative to the
+# estimate, which `python benchmarks/memory_estimates.py --calibrate` writes.
+ERRORS = tomllib.loads(Path(__file__).with_name("errors.toml").read_text("utf-8"))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -144,7 +147,7 @@ class MemoryEstimate(Report):
         size = f"{text(self.most)} (compiled by {self.compiler})"
         if not self.compiler:
             size = f"{text(self.least)} to {text(self.most)} (estimated)"
-            ranges = (_errors()[devices] for devices in ("one", "several"))
+            ranges = (ERRORS[devices] for devices in ("one", "several"))
             single, several = (f"{each['inside']} of {each['programs']}" for each in ranges)
             fits += f" The arguments are exact; the range of the rest contains {single} programs"
             fits += f" that were compiled for one device, and {several} for several."
@@ -152,15 +155,6 @@ class MemoryEstimate(Report):
         mood = "bad" if self.fits is False else "good" if self.fits else ""
         title = f"Memory of {self.function or 'the step'}: {size}"
         return _section.Section(title, fits, mood=mood)
-
-
-@functools.cache
-def _errors() -> dict[str, dict[str, Any]]:
-    """Returns the measured range of XLA's temporary memory relative to the estimate.
-
-    `python benchmarks/memory_estimates.py --calibrate` writes the file.
-    """
-    return tomllib.loads(Path(__file__).with_name("errors.toml").read_text("utf-8"))
 
 
 def estimate_memory(
@@ -219,12 +213,16 @@ def estimate_memory(
             stack.enter_context(_compat.unchecked_cuda())
             stack.enter_context(_core.default_target(chip))
         traced = _trace.trace(fn, args, kwargs)
+        arguments = _arguments(traced)
+        state = Counter[str]()
+        for each in arguments:
+            state[each.kind] += each.bytes
         try:
             compiled_for = _check_compiled(chip, exact)
             with progress_bar(None, progress) as (on_program, _):
                 on_program(f"compiling {name} for {compiled_for.name}")
-                kinds = _compiled(compiled_for, traced, folder)
-            least = most = sum(kinds.values())
+                kinds = _compiled(compiled_for, traced, state, folder)
+            least = most = kinds.total()
             compiler = f"jaxlib {importlib.metadata.version('jaxlib')}"
         except (AuditError, TargetError, MissingDependencyError) as error:
             if exact:
@@ -232,7 +230,7 @@ def estimate_memory(
             reason = " ".join(str(error).split())
             if not isinstance(error, MissingDependencyError):
                 reason = reason.partition(". ")[0]
-            kinds, least, most = _estimated(traced)
+            kinds, least, most = _estimated(traced, state, arguments)
     return MemoryEstimate(
         function=name,
         target=chip.name if chip else "",
@@ -269,44 +267,37 @@ def _check_compiled(chip: _core.Target | None, exact: bool | None) -> _core.Targ
     return chip
 
 
-def _compiled(chip: _core.Target, traced: _trace.Traced, folder: Path | None) -> Counter[str]:
+def _arguments(traced: _trace.Traced) -> list[ShardedArgument]:
+    """Returns the arrays among the arguments of the step."""
+    asked, donated = _compile.asked_by(traced.jaxpr)
+    arguments = []
+    for n, (leaf, role) in enumerate(zip(traced.leaves, traced.roles(), strict=True)):
+        is_moment = leaf.in_optimizer and role not in _MASTERS
+        kind = "moments" if is_moment else _KINDS.get(role, "inputs")
+        own = getattr(leaf.value, "sharding", None)
+        sharding = own if isinstance(own, NamedSharding) else asked.get(n)
+        arguments.append(ShardedArgument(leaf.value, sharding, kind, n in donated))
+    return arguments
+
+
+def _compiled(
+    chip: _core.Target, traced: _trace.Traced, state: Counter[str], folder: Path | None
+) -> Counter[str]:
     """Returns the bytes of each kind in the program that XLA compiles."""
-    program = _compile.compile_for(chip, traced, compiler_of(folder, chip))
-    memory, kinds = program.memory, Counter[str]()
-    parameters = Program(program.text).entry.parameters
-    for n, kind in enumerate(_kinds_of_arguments(traced)):
-        kinds[kind] += sum(shape.bytes for shape in parameters[n].shapes)
+    memory, kinds = _compile.compile_for(chip, traced, compiler_of(folder, chip)).memory, +state
     # Padding, as in the layouts of TPUs.
-    kinds["inputs"] += memory.argument_size_in_bytes - sum(kinds.values())
+    kinds["inputs"] += memory.argument_size_in_bytes - state.total()
     kinds["temporary"] = memory.temp_size_in_bytes
     kinds["results"] = memory.output_size_in_bytes - memory.alias_size_in_bytes
     return kinds
 
 
-def _estimated(traced: _trace.Traced) -> tuple[Counter[str], int, int]:
+def _estimated(
+    traced: _trace.Traced, state: Counter[str], arguments: list[ShardedArgument]
+) -> tuple[Counter[str], int, int]:
     """Returns the bytes of each kind from shapes, and the range of their sum."""
-    asked, donated = _compile.asked_by(traced.jaxpr)
-    rows = zip(traced.arrays, _kinds_of_arguments(traced), strict=True)
-    arguments = [
-        ShardedArgument(array, getattr(array, "sharding", None) or asked.get(n), kind)
-        for n, (array, kind) in enumerate(rows)
-    ]
-    counts = Counter[str]()
-    for each in arguments:
-        counts[each.kind] += each.bytes
     temporary, outputs = Liveness(arguments).measure(traced.closed)
-    counts["results"] = max(0, outputs - sum(arguments[n].bytes for n in donated))
-    known = counts.total()
-    counts["temporary"] = temporary
-    error = _errors()["several" if any(each.parts > 1 for each in arguments) else "one"]
-    least, most = (known + int(temporary * error[end]) for end in ("low", "high"))
-    return counts, least, most + _WORKSPACE
-
-
-def _kinds_of_arguments(traced: _trace.Traced) -> list[str]:
-    """Returns the kind of each array among the arguments."""
-    pairs = zip(traced.leaves, traced.roles(), strict=True)
-    return [
-        "moments" if leaf.in_optimizer and role not in _MASTERS else _KINDS.get(role, "inputs")
-        for leaf, role in pairs
-    ]
+    results = max(0, outputs - sum(each.bytes for each in arguments if each.is_donated))
+    error = ERRORS["several" if any(each.parts > 1 for each in arguments) else "one"]
+    least, most = (state.total() + results + int(temporary * error[end]) for end in ("low", "high"))
+    return state + Counter(temporary=temporary, results=results), least, most + _WORKSPACE

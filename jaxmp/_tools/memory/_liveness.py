@@ -16,6 +16,9 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxmp import _programs
@@ -37,29 +40,23 @@ _PLACEMENTS = ("reshard", "sharding_constraint")
 # collectives.
 _COMPUTES = ("reduce", "arg", "scatter", "cum", "dynamic_update_slice", "concatenate")
 _KERNELS = (*_COMPUTES, "all_", "ppermute", "psum")
-# Primitives with one result that libraries compute, which read their operands from memory.
-_LIBRARY = {
-    *_programs.MATMULS,
-    "cholesky",
-    "custom_call",
-    "fft",
-    "pallas_call",
-    "sort",
-    "triangular_solve",
-}
+# Primitives besides matmuls with one result that libraries compute, which read their operands from
+# memory.
+_LIBRARY = ("cholesky", "custom_call", "fft", "pallas_call", "sort", "triangular_solve")
 
 
 class ShardedArgument(NamedTuple):
     """An array among the arguments of a program, its sharding, and its kind in the report."""
 
     array: Any
-    sharding: Any
+    sharding: NamedSharding | None
     kind: str
+    is_donated: bool
 
     @property
     def parts(self) -> int:
         """Number of parts into which the devices split the array."""
-        if not isinstance(self.sharding, NamedSharding) or not self.array.size:
+        if self.sharding is None or not self.array.size:
             return 1
         return self.array.size // math.prod(self.sharding.shard_shape(self.array.shape))
 
@@ -110,9 +107,7 @@ class Liveness(_programs.Forward):
             [each for each in arguments if each.kind == kind] for kind in ("parameters", "inputs")
         )
         # Axis -> devices, number of elements of a parameter -> its parts, and those of the batch.
-        shardings = [
-            each.sharding for each in arguments if isinstance(each.sharding, NamedSharding)
-        ]
+        shardings = [each.sharding for each in arguments if each.sharding]
         self._devices = dict(collections.ChainMap(*(each.mesh.shape for each in shardings)))
         self._parameters = {each.array.size: each.parts for each in parameters}
         self._batch = max((each.parts for each in inputs), default=1)
@@ -134,11 +129,8 @@ class Liveness(_programs.Forward):
         """Adds the kernel of an operation, if it has one, and returns its results."""
         self.check_known(equation)
         name = equation.primitive.name
-        inside = (
-            _programs.inners(equation)
-            if name in _programs.CONSTRUCTS | _programs.OPAQUE_CALLS
-            else []
-        )
+        has_inside = name in _programs.CONSTRUCTS | _programs.OPAQUE_CALLS
+        inside = _programs.inners(equation) if has_inside else []
         is_apart = any(
             inner.form is Form.BRANCH or (inner.is_loop and inner.length != 1) for inner in inside
         )
@@ -153,10 +145,11 @@ class Liveness(_programs.Forward):
             axes_inside, size = self._measure_inside(inner, operands)
             axes = axes_inside if len(axes_inside) == len(axes) else axes
             below = max(below, size)
-        is_summed = not is_apart and name not in _programs.MATMULS
+        is_matmul = name in _programs.MATMULS
+        is_summed = not is_apart and not is_matmul
         rows = zip(equation.outvars, axes, strict=True)
         results = [_Array(self._size(var.aval, each, is_summed), each) for var, each in rows]
-        is_library = is_apart or name in _LIBRARY or "attention" in name
+        is_library = is_apart or is_matmul or name in _LIBRARY or "attention" in name
         for operand in operands if is_library else ():
             # XLA makes constants, such as the zeros of a sum, in place.
             reads = _in_memory([operand]) if operand.sources else None
@@ -254,16 +247,17 @@ def _in_memory(arrays: Iterable[_Array]) -> set[_Array]:
     return {array for array in known if array.sources is None}
 
 
-def _axes_of(sharding: Any) -> frozenset[str]:
+def _axes_of(sharding: NamedSharding | None) -> frozenset[str]:
     """Returns the axes of the mesh that divide an array."""
-    spec = sharding.spec if isinstance(sharding, NamedSharding) else ()
+    spec = () if sharding is None else sharding.spec
     parts = (part if isinstance(part, tuple) else (part,) for part in spec)
     return frozenset(axis for part in parts for axis in part if isinstance(axis, str))
 
 
 def _bytes_of(aval: Any) -> int:
     """Returns the bytes of an array; 0 for values that are none."""
-    dtype = getattr(aval, "dtype", None)
-    # Flax's dtype of FP8 scales has no size; they are FP32.
-    itemsize = 0 if dtype is None else getattr(dtype, "itemsize", 4)
-    return itemsize * math.prod(getattr(aval, "shape", ()))
+    dtype = getattr(aval, "dtype", np.dtype("V"))
+    # Flax's dtype of FP8 scales has no size; they are FP32. XLA packs types of 4 bits.
+    is_number = jnp.issubdtype(dtype, np.number)
+    bits = jax.dtypes.itemsize_bits(dtype) if is_number else 8 * getattr(dtype, "itemsize", 4)
+    return -(-bits * math.prod(getattr(aval, "shape", ())) // 8)

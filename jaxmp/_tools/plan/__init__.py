@@ -9,16 +9,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from jaxmp import _core
-from jaxmp._core import Target
 from jaxmp._policies import _recipe
 from jaxmp._policies._load import RecipeLike
 from jaxmp._tools.audit._compile import check_compiler
 from jaxmp._tools.memory._cache import folder_of
-from jaxmp._tools.plan._programs import Candidate, MeasuredRow, relative
-from jaxmp._tools.plan._report import PlanChoice as PlanChoice
-from jaxmp._tools.plan._report import PlanReport as PlanReport
-from jaxmp._tools.plan._report import PlanRow as PlanRow
-from jaxmp._tools.plan._report import recommend
+from jaxmp._tools.plan import _programs
+from jaxmp._tools.plan._report import PlanReport, PlanRow, recommend
 from jaxmp._tools.report._progress import progress_bar
 from jaxmp._tools.report._section import grouped
 from jaxmp._tools.report._views import Interrupted
@@ -90,17 +86,16 @@ def plan(
       'fp16'
     """
     lists = {"recipes": recipes, "targets": targets, "batches": batches, "remat": remat}
-    costs = {"prices": prices, "rates": rates}
-    more = {"hosts": hosts, "links": links, "cache": cache}
-    every_recipe, chips = check_plan(make_step, **more, **costs, **lists)
+    tables = {"prices": prices, "rates": rates, "links": links}
+    every_recipe, chips = check_plan(make_step, hosts=hosts, cache=cache, **lists, **tables)
     sizes = [None] if batches is None or isinstance(batches, str) else batches
     programs = list(itertools.product(chips, remat or [None], sizes, every_recipe))
 
-    def measure() -> Iterator[MeasuredRow]:
+    def measure() -> Iterator[PlanRow]:
         with progress_bar(len(programs), progress) as (on_program, on_end):
             for chip, form, size, recipe in programs:
                 on_program(f"{chip.name}, {recipe.name}")
-                program = Candidate(make_step, recipe, chip, form, cache, hosts)
+                program = _programs.Candidate(make_step, recipe, chip, form, cache, hosts)
                 yield program.largest() if batches == _LARGEST else program.measure(size)
                 on_end()
 
@@ -109,7 +104,7 @@ def plan(
 
 def make_plan(
     function: str,
-    programs: Iterable[MeasuredRow],
+    programs: Iterable[PlanRow],
     prices: Mapping[str, float] | None = None,
     rates: Mapping[str, float] | None = None,
 ) -> PlanReport:
@@ -118,26 +113,25 @@ def make_plan(
     Raises:
       Interrupted: by Ctrl-C after the first program, with the report on those before.
     """
-    measured: list[MeasuredRow] = []
+    measured: list[PlanRow] = []
     is_interrupted = False
     try:
-        for program in programs:
-            measured.append(program)
+        for row in programs:
+            measured.append(row)
     except KeyboardInterrupt:
         if not measured:
             raise
         is_interrupted = True
-    names = [row.recipe for row, _ in measured]
+    names = [row.recipe for row in measured]
     baseline = "bf16" if "bf16" in names else names[0]
-    rows = {
-        chip: relative(own, baseline, prices or {}, rates or {})
-        for chip, own in grouped(measured, lambda program: program.row.target).items()
-    }
+    rows: list[PlanRow] = []
+    choices = []
+    for chip, own in grouped(measured, lambda row: row.target).items():
+        compared = _programs.relative(own, baseline, prices or {}, rates or {})
+        rows += compared
+        choices.append(recommend(chip, baseline, compared))
     report = PlanReport(
-        function=function,
-        baseline=baseline,
-        rows=tuple(itertools.chain.from_iterable(rows.values())),
-        choices=tuple(recommend(chip, baseline, own) for chip, own in rows.items()),
+        function=function, baseline=baseline, rows=tuple(rows), choices=tuple(choices)
     )
     if is_interrupted:
         raise Interrupted(report)
@@ -156,7 +150,7 @@ def check_plan(
     links: Mapping[str, float] | None = None,
     cache: str | os.PathLike[str] | None = None,
     **lists: Any,
-) -> tuple[list[_recipe.Recipe], list[Target]]:
+) -> tuple[list[_recipe.Recipe], list[_core.Target]]:
     """Checks the arguments of `plan`, and returns its recipes and chips."""
     optional = {"batches": "batch_size=8", "remat": "remat=False"}
     lists = {name: x for name, x in lists.items() if x is not None or name not in optional}

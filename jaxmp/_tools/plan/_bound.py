@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 import tomllib
 from collections import Counter
@@ -25,15 +24,9 @@ from jaxmp.errors import TargetError
 _LAUNCH = {"gpu": 2e-6, "tpu": 1e-6}
 # Matmuls with a smaller dimension reach less of the peak, most of all in FP8.
 _WIDE = 4096
-
-
-@functools.cache
-def measured() -> dict[str, Any]:
-    """Returns the shares of the peaks that chips reach, and the measured ratios of recipes.
-
-    `python benchmarks/plan_checks.py calibrate` writes the file.
-    """
-    return tomllib.loads(Path(__file__).with_name("measured.toml").read_text("utf-8"))
+# The shares of the peaks that chips reach, and the measured ratios of recipes, which
+# `python benchmarks/plan_checks.py calibrate` writes.
+MEASURED = tomllib.loads(Path(__file__).with_name("measured.toml").read_text("utf-8"))
 
 
 def shares_of(chip: Target) -> dict[str, Any]:
@@ -42,7 +35,7 @@ def shares_of(chip: Target) -> dict[str, Any]:
     They are those of a timed chip with the same peaks, as the H200 has those of the H100; of other
     chips, the default.
     """
-    shares, chips = measured()["shares"], _core.targets()
+    shares, chips = MEASURED["shares"], _core.targets()
     timed = (shares[name] for name in shares if name in chips and chips[name].peak == chip.peak)
     return shares["default"] | next(timed, {})
 
@@ -68,7 +61,7 @@ def error_of(chip: str, narrow: bool, cases: Iterable[dict[str, Any]]) -> tuple[
 
 def _factor(chip: str, width: int) -> float:
     """Returns the factor of the error of a case."""
-    factors, timed = measured()["factors"], {case["chip"] for case in measured()["cases"]}
+    factors, timed = MEASURED["factors"], {case["chip"] for case in MEASURED["cases"]}
     return factors["narrow"] ** (width < _WIDE) * factors["untimed"] ** (chip not in timed)
 
 
@@ -76,7 +69,8 @@ class Cost(NamedTuple):
     """Work of one step on each device.
 
     Args:
-      seconds: the roofline. Ratios of two programs for one chip are meaningful, times are not.
+      bound: the roofline in seconds. Ratios of two programs for one chip are meaningful, times are
+        not.
       hosts: number of hosts of the devices, or of other domains of links.
       kernels: number of kernels that the step starts.
       flops: dtype in which the chip multiplies -> FLOPs of matmuls, "attention" for fused kernels.
@@ -84,7 +78,7 @@ class Cost(NamedTuple):
       narrow: True if most FLOPs are those of matmuls with a dimension below 4,096.
     """
 
-    seconds: float
+    bound: float
     hosts: int
     kernels: int
     flops: dict[str, int]
@@ -107,7 +101,11 @@ def cost_of(compiled: Compiled, attention: Iterable[Any], hosts: int | None = No
       TargetError: if the hosts cannot have as many devices each, or devices of several hosts send
         to each other, and their network is not known.
     """
-    program, chip, count_of_hosts = Program(compiled.text), compiled.chip, hosts_of(compiled, hosts)
+    program, chip, devices = Program(compiled.text), compiled.chip, compiled.devices
+    if hosts:
+        if devices % hosts:
+            raise TargetError(f"hosts={hosts} cannot have the same number of the {devices} devices")
+        chip = chip._replace(domain=devices // hosts)
     flow = _hlo_matmuls.DataFlow(program)
     flops, moved, shares = Counter[str](), Counter[str](), shares_of(chip)
     seconds, sent, count, narrow = 0.0, 0.0, 0, 0
@@ -127,7 +125,7 @@ def cost_of(compiled: Compiled, attention: Iterable[Any], hosts: int | None = No
                 kind = "collectives"
                 size += sum(shape.bytes for shape in _hlo_collectives.sent_arrays(part))
                 passes = 2 if name == "all-reduce" else 1
-                sent += passes * size * step.times / _link_of(part.instruction, compiled, hosts)
+                sent += passes * size * step.times / _link_of(part.instruction, devices, chip)
         size = size or accessed(program, step)
         moved[kind] += size * step.times
         count += step.times
@@ -138,35 +136,21 @@ def cost_of(compiled: Compiled, attention: Iterable[Any], hosts: int | None = No
     for row in attention:
         flops["attention"] += row.flops
         seconds += row.flops / _attention_rate(row, chip)
+    count_of_hosts = -(-devices // chip.domain)
     return Cost(max(seconds, sent), count_of_hosts, count, dict(flops), dict(moved), is_narrow)
 
 
-def hosts_of(compiled: Compiled, hosts: int | None) -> int:
-    """Returns the number of hosts of a program, or of other domains of links.
-
-    Raises:
-      TargetError: if the devices cannot be divided among them.
-    """
-    devices = compiled.devices
-    if hosts and devices % hosts:
-        raise TargetError(f"hosts={hosts} cannot have the same number of the {devices} devices")
-    return hosts or -(-devices // compiled.chip.domain)
-
-
-def _link_of(collective: Instruction, compiled: Compiled, hosts: int | None) -> float:
+def _link_of(collective: Instruction, devices: int, chip: Target) -> float:
     """Returns the bytes per second that a device sends in a collective."""
-    chip, devices = compiled.chip, compiled.devices
-    count = hosts_of(compiled, hosts)
     groups = _hlo_collectives.groups_of(collective, devices)
-    each = devices // hosts if hosts else chip.domain
-    domains = (np.arange(devices)[None] if groups is None else groups) // each
+    domains = (np.arange(devices)[None] if groups is None else groups) // chip.domain
     if (domains == domains[:, :1]).all():
         return chip.link / 2 or chip.bandwidth
     if not chip.network:
         raise TargetError(
-            f"{devices} devices are {count} hosts or pods of {each}, and the network between those "
-            f"of {chip.name!r} is not known: write links={{'between': 100e9}}, or --link "
-            "between=100e9, in bytes per second of each device"
+            f"{devices} devices are {-(-devices // chip.domain)} hosts or pods of {chip.domain}, "
+            f"and the network between those of {chip.name!r} is not known: write "
+            "links={'between': 100e9}, or --link between=100e9, in bytes per second of each device"
         )
     return min(chip.network, chip.link or chip.network) / 2
 

@@ -21,7 +21,7 @@ from jaxmp._tools.audit._make_report import lacking_format
 from jaxmp._tools.audit._report import AuditReport
 from jaxmp._tools.memory import estimate_memory
 from jaxmp._tools.memory._cache import compiler_of, folder_of
-from jaxmp._tools.plan._bound import cost_of, error_of, measured
+from jaxmp._tools.plan._bound import MEASURED, cost_of, error_of
 from jaxmp._tools.plan._report import PlanRow
 from jaxmp._tools.report import _section
 from jaxmp.errors import JaxmpError, TargetError
@@ -35,13 +35,6 @@ _LINEAR = 6
 _UNITS = {"": 0, "K": 10, "M": 20, "G": 30, "T": 40}
 
 
-class MeasuredRow(NamedTuple):
-    """A row without its bound, and the roofline in seconds; None if it is not known."""
-
-    row: PlanRow
-    seconds: float | None = None
-
-
 class Candidate(NamedTuple):
     """A recipe on a chip, with an argument `remat`, the folder of the cache, and the hosts."""
 
@@ -52,8 +45,8 @@ class Candidate(NamedTuple):
     cache: str | os.PathLike[str] | None
     hosts: int | None = None
 
-    def measure(self, batch: int | None) -> MeasuredRow:
-        """Compiles the program for a batch size."""
+    def measure(self, batch: int | None) -> PlanRow:
+        """Compiles the program for a batch size; the bound is in seconds until `relative`."""
         options = {} if batch is None else {"batch_size": batch}
         options |= {} if self.remat is None else {"remat": self.remat}
         try:
@@ -64,12 +57,10 @@ class Candidate(NamedTuple):
                         f"the function of the plan returned {type(made).__name__}, not a step and "
                         "its arguments. Return them:\n    return train_step, state, batch"
                     )
-                measure = self._estimated if self.chip.uncompiled else self._compiled
-                fields = measure(*made)
+                fields = (self._estimated if self.chip.uncompiled else self._compiled)(*made)
         except JaxmpError as error:
             fields = _failed(error)
-        seconds = fields.pop("seconds", None)
-        row = PlanRow(
+        return PlanRow(
             recipe=self.recipe.name,
             target=self.chip.name,
             batch=batch,
@@ -78,7 +69,6 @@ class Candidate(NamedTuple):
             lacking=lacking_format(self.chip, self.recipe),
             **fields,
         )
-        return MeasuredRow(row, seconds)
 
     def _estimated(self, step: Any, *args: Any) -> dict[str, Any]:
         """Returns fields of the row of a chip for which no program can be compiled."""
@@ -88,20 +78,20 @@ class Candidate(NamedTuple):
         return {"fits": bool(estimate.fits), "memory": estimate.most, "problem": problem}
 
     def _compiled(self, step: Any, *args: Any) -> dict[str, Any]:
-        """Returns fields of the row, and the roofline in seconds if it is known."""
+        """Returns fields of the row of a compiled program."""
         chip = self.chip
         context = PolicyContext(self.recipe, chip.platform, repr(self.recipe.name))
         compiler = compiler_of(folder_of(self.cache), chip)
         report, compiled = audit_program(context, step, args, {}, chip, compiler)
         assert compiled is not None and report.memory is not None
-        total = report.memory.required
+        memory = report.memory.required
         try:
             cost = cost_of(compiled, report.attention, self.hosts)._asdict()
         except TargetError as error:
             cost = {"problem": str(error)}
         return {
-            "memory": total,
-            "fits": total <= chip.usable,
+            "memory": memory,
+            "fits": memory <= chip.usable,
             "fallbacks": _fallbacks(report),
             "devices": compiled.devices,
             "tokens": _tokens(args),
@@ -109,7 +99,7 @@ class Candidate(NamedTuple):
             **cost,
         }
 
-    def largest(self) -> MeasuredRow:
+    def largest(self) -> PlanRow:
         """Finds the largest batch that fits, by compiling batches around the limit.
 
         It interpolates linearly between the programs next to the limit, and bisects if that does
@@ -120,20 +110,19 @@ class Candidate(NamedTuple):
         batch = getattr(default, "default", None)
         batch = batch if isinstance(batch, int) else _FIRST_BATCH
         low = high = None
-        measured, count = self.measure(batch), 1
-        while measured.row.fits is not None:
-            before = low or high
-            low, high = (measured, high) if measured.row.fits else (low, measured)
-            first, last = (each.row.batch or 0 if each else 0 for each in (low, high))
-            if (high and last - first == 1) or first >= _MAX_BATCH:
-                return low or measured
-            points = (low, high) if low and high else (before, measured)
+        rows = [self.measure(batch)]
+        while rows[-1].fits is not None:
+            low, high = (rows[-1], high) if rows[-1].fits else (low, rows[-1])
+            first, last = (row.batch or 0 if row else 0 for row in (low, high))
+            if last - first == 1 or first >= _MAX_BATCH:
+                return low or rows[-1]
             guess = (first + last) // 2 if high else 2 * first
-            if before and count < _LINEAR:
-                guess = _interpolated(*(each.row for each in points if each), self.chip.usable)
+            if 1 < len(rows) < _LINEAR:
+                before, after = (low, high) if low and high else rows[-2:]
+                guess = _interpolated(before, after, self.chip.usable)
             batch = max(first + 1, min(guess, last - 1 if high else 4 * first))
-            measured, count = self.measure(batch), count + 1
-        return measured
+            rows.append(self.measure(batch))
+        return rows[-1]
 
 
 def _failed(error: JaxmpError) -> dict[str, Any]:
@@ -169,35 +158,32 @@ def _tokens(args: tuple[Any, ...]) -> int:
 
 
 def relative(
-    programs: list[MeasuredRow],
-    baseline: str,
-    prices: Mapping[str, float],
-    rates: Mapping[str, float],
+    rows: list[PlanRow], baseline: str, prices: Mapping[str, float], rates: Mapping[str, float]
 ) -> list[PlanRow]:
     """Returns rows with bounds per example, relative to the first compiled row of the baseline.
 
     Args:
-      programs: those of one chip.
+      rows: those of one chip, whose bounds are in seconds.
       baseline: name of a recipe.
       prices: chip -> price of one device for an hour.
       rates: "chip/recipe" -> measured tokens per second of all devices.
     """
-    each = [s and s / (row.batch or 1) for row, s in programs]
-    own = [s for (row, _), s in zip(programs, each, strict=True) if row.recipe == baseline]
-    unit = next(filter(None, [*own, *each]), None)
-    rows = list[PlanRow]()
-    for (row, seconds), per_example in zip(programs, each, strict=True):
-        changes: dict[str, Any] = {}
+    seconds = [(row.bound or 0.0) / (row.batch or 1) for row in rows]
+    own = [s for row, s in zip(rows, seconds, strict=True) if row.recipe == baseline]
+    unit = next(filter(None, [*own, *seconds]), None)
+    compared = list[PlanRow]()
+    for row, per_example in zip(rows, seconds, strict=True):
+        changes: dict[str, Any] = {"bound": None}
         if unit and per_example:
             bound, error = per_example / unit, (1.0, 1.0)
             if per_example != unit:
-                error = error_of(row.target, row.narrow, measured()["cases"])
-            changes["interval"] = tuple(round(bound / factor, 4) for factor in error[::-1])
-            changes["bound"] = round(bound, 4)
+                error = error_of(row.target, row.narrow, MEASURED["cases"])
+            interval = tuple(round(bound / factor, 4) for factor in error[::-1])
+            changes = {"bound": round(bound, 4), "interval": interval}
         timed = rates.get(f"{row.target}/{row.recipe}")
-        rate = timed or (row.tokens / seconds if seconds else 0)
+        rate = timed or (row.tokens / row.bound if row.bound else 0)
         if row.target in prices and rate:
             changes["cost"] = round(prices[row.target] * row.devices / 3600 / rate * 1e9, 4)
             changes["cost_from"] = "measured" if timed else "bound"
-        rows.append(dataclasses.replace(row, **changes))
-    return rows
+        compared.append(dataclasses.replace(row, **changes))
+    return compared

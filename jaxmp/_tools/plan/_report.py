@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable
 from typing import ClassVar
 
-from jaxmp._tools.plan._bound import measured
-from jaxmp._tools.report._section import Fix, Section, bytes_text, grouped
+from jaxmp._tools.plan._bound import MEASURED
+from jaxmp._tools.report._section import Fix, Section, bytes_text, grouped, table
 from jaxmp._tools.report._views import Report
 from jaxmp.errors import AuditError
 
@@ -140,18 +141,7 @@ class PlanReport(Report):
         choices = [(each.target, _name(each) or "none", each.reason) for each in ordered]
         checks = "\n".join(dict.fromkeys(each.check for each in self.choices if each.check))
         fixes = (Fix("Compare the loss", ((True, checks),)),) if checks else ()
-        programs = [
-            (
-                row.target,
-                _name(row),
-                {True: "yes", False: "no", None: ""}[row.fits],
-                bytes_text(row.memory) if row.memory else "",
-                _shares(row.bytes, bytes_text(sum(row.bytes.values()))),
-                _shares(row.flops),
-                _interval(row.bound, *row.interval),
-            )
-            for row in self.rows
-        ]
+        bounds = _BOUND.format(self.baseline, len(MEASURED["cases"]))
         priced = (row for row in self.rows if row.cost is not None)
         costs = [(row.target, _name(row), f"{row.cost:,.2f}", row.cost_from) for row in priced]
         joined = (row for row in self.rows if row.devices > 1)
@@ -169,13 +159,11 @@ class PlanReport(Report):
             ("all" if len(rows) == len(self.rows) else _programs(rows), remark)
             for remark, rows in remarks.items()
         ]
-        text = _BOUND.format(self.baseline, len(measured()["cases"]))
-        columns = ("chip", "program", "fits", "memory", "moved", "FLOPs", "bound")
         of_choices = ("chip", "recommended", "reason")
         of_links = ("chip", "devices", "hosts", "within", "between")
         sections = [
             Section(title, "", of_choices, tuple(choices), fixes, "bad" if lacking else "good"),
-            Section("Programs", text, columns, tuple(programs)),
+            table("Programs", self.rows, _COLUMNS, bounds),
             Section("Costs", _COST, ("chip", "program", "cost", "from"), tuple(costs)),
             Section("Links", _LINKS, of_links, tuple(links)),
             Section("Remarks", "", ("programs", "remark"), tuple(shared)),
@@ -188,6 +176,17 @@ def _name(program: PlanRow | PlanChoice) -> str:
     batch = f"batch {program.batch}" if program.batch else ""
     remat = f"remat {program.remat}" if program.remat else ""
     return ", ".join(filter(None, (program.recipe, batch, remat)))
+
+
+_COLUMNS: tuple[tuple[str, Callable[[PlanRow], str]], ...] = (
+    ("chip", lambda row: row.target),
+    ("program", _name),
+    ("fits", lambda row: {True: "yes", False: "no", None: ""}[row.fits]),
+    ("memory", lambda row: bytes_text(row.memory) if row.memory else ""),
+    ("moved", lambda row: _shares(row.bytes, bytes_text(sum(row.bytes.values())))),
+    ("FLOPs", lambda row: _shares(row.flops)),
+    ("bound", lambda row: _interval(row.bound, *row.interval)),
+)
 
 
 def _state(row: PlanRow) -> str:
