@@ -147,6 +147,7 @@ def test_each_problem_has_the_command_that_repairs_it(name):
     assert message in problem.message
     assert command in problem.command
     assert problem.command in str(report_of(machine))
+    assert not machine.failure or "JAX computes on" not in str(report_of(machine))
 
 
 def test_a_machine_without_a_gpu_has_no_problem_with_the_compiler_for_gpus():

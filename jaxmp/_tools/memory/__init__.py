@@ -62,6 +62,7 @@ class MemoryEstimate(Report):
         if it was compiled.
       compiler: the compiler, such as "jaxlib 0.12.0"; "" if the temporary memory is estimated.
       reason: why the program was not compiled; "" if it was.
+      unknown: operations that contain functions, whose memory the estimate does not count.
 
     Example:
       >>> step = lambda w, x: jax.grad(lambda w: jnp.sum(x @ w))(w)
@@ -87,6 +88,7 @@ class MemoryEstimate(Report):
     most: int = 0
     compiler: str = ""
     reason: str = ""
+    unknown: tuple[str, ...] = ()
 
     @property
     def arguments(self) -> int:
@@ -111,7 +113,8 @@ class MemoryEstimate(Report):
     @property
     def fits(self) -> bool | None:
         """True if the step fits into the usable memory; None without a target, or if it may."""
-        does_fit, may_fit = self.most <= self.usable, self.least <= self.usable
+        may_fit = self.least <= self.usable
+        does_fit = self.most <= self.usable and not self.unknown
         return None if not self.target or does_fit != may_fit else does_fit
 
     def __repr__(self) -> str:
@@ -149,6 +152,8 @@ class MemoryEstimate(Report):
             fits += f" The arguments are exact; the range of the rest contains {single} programs"
             fits += f" that were compiled for one device, and {several} for several."
             fits += f" Not compiled: {self.reason}."
+        if self.unknown:
+            fits = f"The memory inside of {', '.join(self.unknown)} is not counted. {fits}"
         mood = "bad" if self.fits is False else "good" if self.fits else ""
         title = f"Memory of {self.function or 'the step'}: {size}"
         return _section.Section(title, fits, mood=mood)
@@ -213,7 +218,7 @@ def estimate_memory(
     chip = None if target is None else _core.get_target(target)
     name, share = getattr(fn, "__name__", ""), _core.usable_share()
     folder = folder_of(cache)
-    compiler = reason = ""
+    compiler, reason, unknown = "", "", ()
     with contextlib.ExitStack() as stack:
         if chip is not None:
             stack.enter_context(_compat.unchecked_cuda())
@@ -232,7 +237,7 @@ def estimate_memory(
             reason = " ".join(str(error).split())
             if not isinstance(error, MissingDependencyError):
                 reason = reason.partition(". ")[0]
-            kinds, least, most = _estimated(traced)
+            kinds, least, most, unknown = _estimated(traced)
     return MemoryEstimate(
         function=name,
         target=chip.name if chip else "",
@@ -244,6 +249,7 @@ def estimate_memory(
         most=most,
         compiler=compiler,
         reason=reason.rstrip("."),
+        unknown=unknown,
     )
 
 
@@ -257,7 +263,7 @@ def _check_compiled(chip: _core.Target | None, exact: bool | None) -> _core.Targ
     if exact is False:
         raise TargetError("exact=False")
     if chip is None:
-        raise TargetError("no chip is named. Write exact=True, target='h200'.")
+        raise TargetError("no chip is named. Write exact=True, target='h200' (--target h200).")
     if chip.uncompiled:
         raise TargetError(
             f"no program can be compiled for {chip.name!r}: {chip.uncompiled}. For an estimate, "
@@ -283,24 +289,26 @@ def _compiled(chip: _core.Target, traced: _trace.Traced, folder: Path | None) ->
     return kinds
 
 
-def _estimated(traced: _trace.Traced) -> tuple[Counter[str], int, int]:
-    """Returns the bytes of each kind from shapes, and the range of their sum."""
+def _estimated(traced: _trace.Traced) -> tuple[Counter[str], int, int, tuple[str, ...]]:
+    """Returns the bytes of each kind from shapes, the range of their sum, and what it lacks."""
     asked, donated = _compile.asked_by(traced.jaxpr)
-    rows = zip(traced.arrays, _kinds_of_arguments(traced), strict=True)
+    rows = zip(traced.variables, traced.arrays, _kinds_of_arguments(traced), strict=True)
+    # Without x64, a float64 array of NumPy is an FP32 argument of the program.
     arguments = [
-        ShardedArgument(array, getattr(array, "sharding", None) or asked.get(n), kind)
-        for n, (array, kind) in enumerate(rows)
+        ShardedArgument(var.aval, getattr(array, "sharding", None) or asked.get(n), kind)
+        for n, (var, array, kind) in enumerate(rows)
     ]
     counts = Counter[str]()
     for each in arguments:
         counts[each.kind] += each.bytes
-    temporary, outputs = Liveness(arguments).measure(traced.closed)
+    liveness = Liveness(arguments)
+    temporary, outputs = liveness.measure(traced.closed)
     counts["results"] = max(0, outputs - sum(arguments[n].bytes for n in donated))
     known = counts.total()
     counts["temporary"] = temporary
     error = _errors()["several" if any(each.parts > 1 for each in arguments) else "one"]
     least, most = (known + int(temporary * error[end]) for end in ("low", "high"))
-    return counts, least, most + _WORKSPACE
+    return counts, least, most + _WORKSPACE, tuple(sorted(liveness.unknown))
 
 
 def _kinds_of_arguments(traced: _trace.Traced) -> list[str]:

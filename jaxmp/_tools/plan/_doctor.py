@@ -253,6 +253,7 @@ def _features(machine: Machine) -> dict[str, str]:
         return {attention: "available", fp8: units}
     if machine.platform != "gpu":
         why = f"no: JAX computes on a {machine.platform.upper()}"
+        why = "no: JAX finds no device" if machine.failure else why
         texts = {attention: why, fp8: why}
         chosen = machine.gpus or "JAX_PLATFORMS" in machine.environment
         if _cuda_versions(machine) and not chosen:
