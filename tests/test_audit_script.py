@@ -383,7 +383,7 @@ def test_a_script_without_gradients_prints_and_reads_options_behind_a_double_das
         (["--script", "helper.py", "--recipe", "bf61"], "Did you mean 'bf16'"),
         (["--script", "helper.py", "--target", "H200"], "lower case"),
         (["--function", "step"], "--function requires --script"),
-        (["a:make", "--receipt", "x"], "unknown option --receipt"),
+        (["a:make", "--recipes=x"], "unknown option --recipes. Did you mean '--recipe'?"),
         (["a:make", "b:make"], "2 arguments instead of 1"),
         ([], "0 arguments instead of 1"),
     ],

@@ -166,6 +166,12 @@ def test_a_bad_input_is_one_message_and_overwrites_nothing(arguments, folder, co
     assert Path("/dev/full").is_char_device() and Path("/dev/null").is_char_device()
 
 
+def test_policies_among_recipes_stay_whole():
+    text = "bf16, p=f32,c=bf16,p=f32, c=f16,o=f32,,my.toml,bf16"
+    split = ["bf16", "p=f32,c=bf16", "p=f32,c=f16,o=f32", "my.toml"]
+    assert _arguments.split_recipes(text) == split
+
+
 OLD = '{"compare_steps": []}'
 SLEEP = "import time; print('started', flush=True); time.sleep(600)\n"
 MOMENTS = {

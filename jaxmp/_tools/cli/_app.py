@@ -14,7 +14,7 @@ from rich.console import Console
 import jaxmp
 from jaxmp._core import _compat
 from jaxmp._tools.cli import _show, _steps
-from jaxmp._tools.cli._arguments import check_outputs, console, document, escape
+from jaxmp._tools.cli._arguments import check_options, check_outputs, console, document, escape
 from jaxmp.errors import AuditFailedError, JaxmpError, ValidationFailedError
 
 app = typer.Typer(
@@ -30,7 +30,9 @@ class _Command(typer.core.TyperCommand):
     """Command that checks its files before it starts, and whose summary is not cut."""
 
     def invoke(self, ctx: Any) -> Any:
-        check_outputs(ctx.command_path.partition(" ")[2], ctx.params)
+        command = ctx.command_path.partition(" ")[2]
+        check_options(command, ctx.params)
+        check_outputs(command, ctx.params)
         return super().invoke(ctx)
 
     def get_short_help_str(self, limit: int = 45) -> str:

@@ -234,7 +234,7 @@ def run_validate(
     validate = functools.partial(
         jaxmp.validate,
         make_run,
-        _arguments.split_items(recipes),
+        _arguments.split_recipes(recipes),
         reference_recipe=reference_recipe,
         seeds=seeds,
         steps=steps,
@@ -412,7 +412,7 @@ def run_plan(
     """
     del share  # its callback sets the environment variable
     options: dict[str, Any] = {
-        "recipes": _arguments.split_items(recipes),
+        "recipes": _arguments.split_recipes(recipes),
         "targets": _arguments.split_items(targets),
         "prices": _arguments.split_numbers(price, "--price"),
         "rates": _arguments.split_numbers(rate, "--rate"),

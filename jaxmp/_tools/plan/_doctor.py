@@ -240,7 +240,9 @@ def _recipe(machine: Machine) -> tuple[str, str]:
     if "bfloat16" not in formats:
         return "fp16", f"{name} supports fast matmuls in float16, but not in bfloat16"
     if "float8_e4m3fn" not in formats:
-        return "bf16", f"{name} supports fast matmuls in bfloat16, but not in FP8"
+        has_others = any(dtype.startswith("float8") for dtype in formats)
+        fp8 = "the FP8 format of the recipes, float8_e4m3fn" if has_others else "FP8"
+        return "bf16", f"{name} supports fast matmuls in bfloat16, but not in {fp8}"
     return "bf16", f"{name} supports fast matmuls in bfloat16, and in FP8 with the recipe `fp8`"
 
 
