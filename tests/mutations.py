@@ -180,7 +180,21 @@ MUTATIONS = [
         'if _compat.target() == "TPU":',
         ("test_device.py::test_fp16_on_a_tpu_warns_and_names_bf16",),
     ),
+    Mutation(
+        "64-bit arrays of NumPy count whole in an estimate",
+        "jaxmp/_tools/memory/__init__.py",
+        "ShardedArgument(var.aval,",
+        "ShardedArgument(array,",
+        ("test_memory.py::test_state_is_exact",),
+    ),
     # Plans.
+    Mutation(
+        "plan: a program of unknown devices costs nothing",
+        "jaxmp/_tools/plan/_programs.py",
+        "and rate and row.devices:",
+        "and rate:",
+        ("test_plan.py::test_prices_give_the_cost_of_a_billion_tokens",),
+    ),
     Mutation(
         "plan: the search for the largest batch stops at a batch that is not next to the limit",
         "jaxmp/_tools/plan/_programs.py",

@@ -360,6 +360,8 @@ def test_a_script_that_takes_too_long_is_audited_as_far_as_it_came(run):
     text = MODEL + "jax.jit(loss_fn)(first(), x)\nimport time\ntime.sleep(600)"
     status, out, _ = run(text, "--max-seconds", "20")
     assert status == 0 and "Function loss_fn" in out
+    status, _, error = run("import jax\nimport time\ntime.sleep(600)", "--max-seconds", "5")
+    assert status == 2 and "no function with matmuls within 5 seconds (--max-seconds)" in error
 
 
 @EXPENSIVE
@@ -381,7 +383,7 @@ def test_a_script_without_gradients_prints_and_reads_options_behind_a_double_das
         (["--script", "helper.py", "--recipe", "bf61"], "Did you mean 'bf16'"),
         (["--script", "helper.py", "--target", "H200"], "lower case"),
         (["--function", "step"], "--function requires --script"),
-        (["a:make", "--receipt", "x"], "unknown option --receipt"),
+        (["a:make", "--recipes=x"], "unknown option --recipes. Did you mean '--recipe'?"),
         (["a:make", "b:make"], "2 arguments instead of 1"),
         ([], "0 arguments instead of 1"),
     ],

@@ -23,7 +23,7 @@ from processes import run_script
 ROOT = Path(__file__).parents[1]
 LONG = "x" * 300
 MAKE = """
-import flax.linen as nn, jax.numpy as jnp, jaxmp
+import flax.linen as nn, jax, jax.numpy as jnp, jaxmp
 def make(recipe=None):
     return nn.Dense(2), jnp.ones((1, 3))
 def make_step(recipe=None):
@@ -37,6 +37,8 @@ def leaves():
     raise SystemExit(7)
 def batches():
     return jnp.dot, jnp.ones(2), iter([jnp.ones(3)])
+def shapes():
+    return jnp.dot, jax.ShapeDtypeStruct((2,), "float32"), jnp.ones(2)
 """
 FILES = {
     "good.py": MAKE,
@@ -118,6 +120,7 @@ COMMANDS = [
     *(["checkpoint", "show", name] for name in CHECKPOINTS),
     *(["checkpoint", "verify", "run", "--step", step] for step in ("-1", "9", "x")),
     ["locate", "good.py:batches"],
+    ["locate", "good.py:shapes"],
     ["checkpoint"],
     ["checkpoint", "🦄"],
     ["🦄"],
@@ -161,6 +164,12 @@ def test_a_bad_input_is_one_message_and_overwrites_nothing(arguments, folder, co
     assert "Traceback" not in out + error and len(error) < 4000
     assert contents(folder) == before
     assert Path("/dev/full").is_char_device() and Path("/dev/null").is_char_device()
+
+
+def test_policies_among_recipes_stay_whole():
+    text = "bf16, p=f32,c=bf16,p=f32, c=f16,o=f32,,my.toml,bf16"
+    split = ["bf16", "p=f32,c=bf16", "p=f32,c=f16,o=f32", "my.toml"]
+    assert _arguments.split_recipes(text) == split
 
 
 OLD = '{"compare_steps": []}'

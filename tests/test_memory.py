@@ -7,6 +7,7 @@ from pathlib import Path
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 from jax import ShapeDtypeStruct
@@ -44,6 +45,9 @@ def test_state_is_exact(recipe):
     assert (estimate.kinds.get("FP8 state", 0) > 0) == (recipe == "fp8_delayed")
     # The donated state is overwritten.
     assert estimate.kinds.get("results", 0) <= 4
+    # Without x64, the program receives integers of 32 bits.
+    ids = np.ones(tokens.shape, np.int64)
+    assert jaxmp.estimate_memory(step, state, ids).kinds == estimate.kinds
 
 
 def test_nnx_has_the_same_state():

@@ -320,6 +320,13 @@ def test_prices_give_the_cost_of_a_billion_tokens():
     (timed,) = relative([row], "bf16", {"h100": 3.6}, {"h100/bf16": 250})
     assert timed.cost == pytest.approx(2 * bound.cost) and timed.cost_from == "measured"
     assert relative([row], "bf16", {"a100": 1}, {})[0].cost is None
+    # A program without tokens, or without a number of devices, has a reason instead.
+    for without in (dataclasses.replace(row, tokens=0), dataclasses.replace(row, devices=0)):
+        rates = {} if without.devices else {"h100/bf16": 250}
+        (row_,) = relative([without], "bf16", {"h100": 3.6}, rates)
+        assert row_.cost is None and row_.cost_from.startswith("no cost: ")
+        report = PlanReport(rows=(dataclasses.replace(row_, devices=1),))
+        assert row_.cost_from in report.to_text(width=500)
 
 
 HLO = """HloModule step, entry_computation_layout={()->()}

@@ -97,7 +97,8 @@ class Interpreter:
 
     def __init__(self) -> None:
         self.side: dict[Any, Any] = {}
-        self._unknown: set[str] = set()
+        # Operations with a jaxpr that the client met and no module of jaxmp enters.
+        self.unknown: set[str] = set()
 
     # -- values ----------------------------------------------------------------------------
 
@@ -207,8 +208,8 @@ class Interpreter:
     def check_known(self, equation: _compat.JaxprEqn) -> None:
         """Warns of an operation that contains a jaxpr, and is neither listed nor opaque."""
         name = equation.primitive.name
-        if self.consequence and name not in self._unknown and _constructs.is_unknown(equation):
-            self._unknown.add(name)
+        if self.consequence and name not in self.unknown and _constructs.is_unknown(equation):
+            self.unknown.add(name)
             warn_of_unknown(name, equation, self.consequence)
 
     # -- rules of constructs ---------------------------------------------------------------

@@ -258,7 +258,8 @@ def lacking_format(chip: _core.Target, recipe: _load.RecipeData) -> str:
     default = recipe.policies.default
     name, has_fp8 = str(default.compute_dtype), "float8_e4m3fn" in chip.native
     if not has_fp8 and _resolve.matmul_scaling(recipe.policies) is not None:
-        name = "FP8"
+        has_others = any(dtype.startswith("float8") for dtype in chip.native)
+        name = "float8_e4m3fn" if has_others else "FP8"
     elif name in chip.native or not _core.is_16bit(default.compute_dtype):
         return ""
     fitting = "bf16" if "bfloat16" in chip.native else "fp16"

@@ -14,7 +14,7 @@ from rich.console import Console
 import jaxmp
 from jaxmp._core import _compat
 from jaxmp._tools.cli import _show, _steps
-from jaxmp._tools.cli._arguments import check_outputs, console, document, escape
+from jaxmp._tools.cli._arguments import check_options, check_outputs, console, document, escape
 from jaxmp.errors import AuditFailedError, JaxmpError, ValidationFailedError
 
 app = typer.Typer(
@@ -39,7 +39,9 @@ class _Command(typer.core.TyperCommand):
         return super().parse_args(ctx, args)
 
     def invoke(self, ctx: Any) -> Any:
-        check_outputs(ctx.command_path.partition(" ")[2], ctx.params)
+        command = ctx.command_path.partition(" ")[2]
+        check_options(command, ctx.params)
+        check_outputs(command, ctx.params)
         return super().invoke(ctx)
 
     def get_short_help_str(self, limit: int = 45) -> str:

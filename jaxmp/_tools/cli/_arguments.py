@@ -137,14 +137,31 @@ def only_function(command: str, arguments: list[str] | None, name: str | None) -
     if name is not None:
         raise JaxmpError("--function requires --script, such as --script train.py.")
     arguments = arguments or []
-    option = next((a for a in arguments if a.startswith("-")), None)
-    if len(arguments) == 1 and option is None:
+    if len(arguments) == 1:
         return arguments[0]
-    problem = f"unknown option {option}" if option else f"{len(arguments)} arguments instead of 1"
     raise JaxmpError(
-        f"{problem}. Name a function that returns the step, or a script:\n"
-        f"    jaxmp {command} my_package.train:make_step\n    jaxmp {command} --script train.py"
+        f"{len(arguments)} arguments instead of 1. Name a function that returns the step, or a "
+        f"script:\n    jaxmp {command} my_package.train:make_step\n"
+        f"    jaxmp {command} --script train.py"
     )
+
+
+def check_options(command: str, parameters: Mapping[str, object]) -> None:
+    """Checks that there are no unknown options; with a script, they are its options.
+
+    Args:
+      command: its name.
+      parameters: name -> argument of the command line.
+
+    Raises:
+      JaxmpError: with the option of a similar name.
+    """
+    arguments = parameters.get("function")
+    if isinstance(arguments, list) and parameters.get("script") is None:
+        known = [f"--{name.replace('_', '-')}" for name in parameters]
+        for option in (text.partition("=")[0] for text in arguments if text.startswith("-")):
+            hint = _core.did_you_mean(option, known)
+            raise JaxmpError(f"unknown option {option}.{hint} jaxmp {command} --help lists all.")
 
 
 def load_function(
@@ -214,6 +231,19 @@ def split_items(text: str) -> list[str]:
     """Returns the items of a list with commas, once each and without spaces around them."""
     items = (item.strip() for item in text.split(","))
     return list(dict.fromkeys(item for item in items if item))
+
+
+def split_recipes(text: str) -> list[str]:
+    """Returns the recipes of a list with commas, of which some may be policies: `p=f32,c=bf16`."""
+    recipes: list[str] = []
+    for item in map(str.strip, text.split(",")):
+        key, equals, _ = item.partition("=")
+        is_next = bool(recipes) and "=" in recipes[-1] and f"{key}=" not in recipes[-1]
+        if equals and is_next and not item.endswith(".toml"):
+            recipes[-1] += f",{item}"
+        elif item:
+            recipes.append(item)
+    return list(dict.fromkeys(recipes))
 
 
 def split_numbers(text: str, option: str, example: str = "h100=2.5") -> dict[str, float]:

@@ -131,6 +131,8 @@ class Watcher:
     calls: list[_watch_jit.JitCall] = dataclasses.field(default_factory=list)
     recipes: list[str] = dataclasses.field(default_factory=list)
     is_busy: bool = False
+    # " within 600 seconds (--max-seconds)" if the script was stopped, as a part of a sentence.
+    late: str = ""
 
     def __post_init__(self) -> None:
         _compat.hide_plugin_errors()
@@ -139,9 +141,14 @@ class Watcher:
         self.watching.__enter__()
         if self.tool == "plan":
             jaxmp.load_recipe = self._load_recipe
-        timer = threading.Timer(self.max_seconds, self.finish)
+        timer = threading.Timer(self.max_seconds, self._stop)
         timer.daemon = True
         timer.start()
+
+    def _stop(self) -> NoReturn:
+        """Ends a script that takes too long."""
+        self.late = f" within {self.max_seconds:g} seconds (--max-seconds)"
+        self.finish()
 
     def _load_recipe(self, recipe: Any) -> _recipe.Recipe:
         """Returns the planned recipe instead of the script's; a loaded recipe is one already."""
@@ -233,15 +240,15 @@ class Watcher:
         watched = sorted(every, key=lambda w: (not w.takes_gradients, -w.flops))
         if not watched:
             raise AuditError(
-                "the script compiled no function with matmuls. Compile the train step with"
-                " jax.jit, jax.pmap, nnx.jit or eqx.filter_jit:\n    @jax.jit\n"
+                f"the script compiled no function with matmuls{self.late}. Compile the train step"
+                " with jax.jit, jax.pmap, nnx.jit or eqx.filter_jit:\n    @jax.jit\n"
                 "    def train_step(state, batch): ..."
             )
         chosen = self._chosen(watched)
         sentence = f"Function{'s' * (len(chosen) > 1)} {', '.join(map(str, chosen))}"
         sentence += ", which takes no gradients" * (not any(w.takes_gradients for w in chosen))
         if missed := [] if self.function else self._missed():
-            sentence += f"; not reached: {', '.join(missed)}"
+            sentence += f"; not reached{self.late}: {', '.join(missed)}"
         sentence += f"; the script {error} after these" if error else ""
         names = {w.call.name for w in chosen}
         left = (w.call.name for w in watched if w.is_own and w.call.name not in names)
@@ -257,7 +264,9 @@ class Watcher:
             named = [w for w in watched if w.call.name == name]
             if not named:
                 names = ", ".join(dict.fromkeys(w.call.name for w in watched))
-                raise AuditError(f"the script compiled no function {name!r}. It compiled {names}.")
+                raise AuditError(
+                    f"the script compiled no function {name!r}{self.late}. It compiled {names}."
+                )
             return named[:1]
         if self.tool == "locate" and self.calls:
             return [self.watched[id(self.calls[0].jaxpr)]]
@@ -274,7 +283,9 @@ class Watcher:
         settings = self.settings
         if self.tool == "locate":
             if not self.calls:
-                raise AuditError("the script compiled no function that takes gradients.")
+                raise AuditError(
+                    f"the script compiled no function that takes gradients{self.late}."
+                )
             # The last step, or the one before it, whose results the last one has received.
             reports = [jaxmp.locate_nonfinite(*_positional(call)) for call in self.calls]
             return next((each for each in reports if each.reproduced), reports[-1])

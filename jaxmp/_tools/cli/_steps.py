@@ -233,7 +233,7 @@ def run_validate(
     validate = functools.partial(
         jaxmp.validate,
         make_run,
-        _arguments.split_items(recipes),
+        _arguments.split_recipes(recipes),
         reference_recipe=reference_recipe,
         seeds=seeds,
         steps=steps,
@@ -325,6 +325,8 @@ def _located(
         training, rows = f"training with {function}", islice(rest[-1], batches)
         with _busy(training):
             state, rest = _arguments.call(training, lambda: _failing(train_step, state, rows))
+    if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves((state, rest))):
+        raise JaxmpError(f"{function} returned shapes, and the step has to be run: return arrays.")
     with _busy(f"following the values of {function}"):
         return _arguments.call(
             f"the step of {function}", lambda: jaxmp.locate_nonfinite(train_step, state, *rest)
@@ -409,7 +411,7 @@ def run_plan(
     """
     del share  # its callback sets the environment variable
     options: dict[str, Any] = {
-        "recipes": _arguments.split_items(recipes),
+        "recipes": _arguments.split_recipes(recipes),
         "targets": _arguments.split_items(targets),
         "prices": _arguments.split_numbers(price, "--price"),
         "rates": _arguments.split_numbers(rate, "--rate"),

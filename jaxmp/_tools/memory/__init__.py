@@ -65,6 +65,7 @@ class MemoryEstimate(Report):
         if it was compiled.
       compiler: the compiler, such as "jaxlib 0.12.0"; "" if the temporary memory is estimated.
       reason: why the program was not compiled; "" if it was.
+      unknown: operations that contain functions, whose memory the estimate does not count.
 
     Example:
       >>> step = lambda w, x: jax.grad(lambda w: jnp.sum(x @ w))(w)
@@ -90,6 +91,7 @@ class MemoryEstimate(Report):
     most: int = 0
     compiler: str = ""
     reason: str = ""
+    unknown: tuple[str, ...] = ()
 
     @property
     def arguments(self) -> int:
@@ -114,7 +116,8 @@ class MemoryEstimate(Report):
     @property
     def fits(self) -> bool | None:
         """True if the step fits into the usable memory; None without a target, or if it may."""
-        does_fit, may_fit = self.most <= self.usable, self.least <= self.usable
+        may_fit = self.least <= self.usable
+        does_fit = self.most <= self.usable and not self.unknown
         return None if not self.target or does_fit != may_fit else does_fit
 
     def __repr__(self) -> str:
@@ -152,6 +155,8 @@ class MemoryEstimate(Report):
             fits += f" The arguments are exact; the range of the rest contains {single} programs"
             fits += f" that were compiled for one device, and {several} for several."
             fits += f" Not compiled: {self.reason}."
+        if self.unknown:
+            fits = f"The memory inside of {', '.join(self.unknown)} is not counted. {fits}"
         mood = "bad" if self.fits is False else "good" if self.fits else ""
         title = f"Memory of {self.function or 'the step'}: {size}"
         return _section.Section(title, fits, mood=mood)
@@ -207,7 +212,7 @@ def estimate_memory(
     chip = None if target is None else _core.get_target(target)
     name, share = getattr(fn, "__name__", ""), _core.usable_share()
     folder = folder_of(cache)
-    compiler = reason = ""
+    compiler, reason, unknown = "", "", ()
     with contextlib.ExitStack() as stack:
         if chip is not None:
             stack.enter_context(_compat.unchecked_cuda())
@@ -230,7 +235,7 @@ def estimate_memory(
             reason = " ".join(str(error).split())
             if not isinstance(error, MissingDependencyError):
                 reason = reason.partition(". ")[0]
-            kinds, least, most = _estimated(traced, state, arguments)
+            kinds, least, most, unknown = _estimated(traced, state, arguments)
     return MemoryEstimate(
         function=name,
         target=chip.name if chip else "",
@@ -242,6 +247,7 @@ def estimate_memory(
         most=most,
         compiler=compiler,
         reason=reason.rstrip("."),
+        unknown=unknown,
     )
 
 
@@ -255,7 +261,7 @@ def _check_compiled(chip: _core.Target | None, exact: bool | None) -> _core.Targ
     if exact is False:
         raise TargetError("exact=False")
     if chip is None:
-        raise TargetError("no chip is named. Write exact=True, target='h200'.")
+        raise TargetError("no chip is named. Write exact=True, target='h200' (--target h200).")
     if chip.uncompiled:
         raise TargetError(
             f"no program can be compiled for {chip.name!r}: {chip.uncompiled}. For an estimate, "
@@ -271,12 +277,14 @@ def _arguments(traced: _trace.Traced) -> list[ShardedArgument]:
     """Returns the arrays among the arguments of the step."""
     asked, donated = _compile.asked_by(traced.jaxpr)
     arguments = []
-    for n, (leaf, role) in enumerate(zip(traced.leaves, traced.roles(), strict=True)):
+    rows = zip(traced.variables, traced.leaves, traced.roles(), strict=True)
+    for n, (var, leaf, role) in enumerate(rows):
         is_moment = leaf.in_optimizer and role not in _MASTERS
         kind = "moments" if is_moment else _KINDS.get(role, "inputs")
         own = getattr(leaf.value, "sharding", None)
         sharding = own if isinstance(own, NamedSharding) else asked.get(n)
-        arguments.append(ShardedArgument(leaf.value, sharding, kind, n in donated))
+        # Without x64, a float64 array of NumPy is an FP32 argument of the program.
+        arguments.append(ShardedArgument(var.aval, sharding, kind, n in donated))
     return arguments
 
 
@@ -294,10 +302,12 @@ def _compiled(
 
 def _estimated(
     traced: _trace.Traced, state: Counter[str], arguments: list[ShardedArgument]
-) -> tuple[Counter[str], int, int]:
-    """Returns the bytes of each kind from shapes, and the range of their sum."""
-    temporary, outputs = Liveness(arguments).measure(traced.closed)
+) -> tuple[Counter[str], int, int, tuple[str, ...]]:
+    """Returns the bytes of each kind from shapes, the range of their sum, and what it lacks."""
+    liveness = Liveness(arguments)
+    temporary, outputs = liveness.measure(traced.closed)
     results = max(0, outputs - sum(each.bytes for each in arguments if each.is_donated))
     error = ERRORS["several" if any(each.parts > 1 for each in arguments) else "one"]
     least, most = (state.total() + results + int(temporary * error[end]) for end in ("low", "high"))
-    return state + Counter(temporary=temporary, results=results), least, most + _WORKSPACE
+    kinds = state + Counter(temporary=temporary, results=results)
+    return kinds, least, most + _WORKSPACE, tuple(sorted(liveness.unknown))

@@ -240,7 +240,9 @@ def _recipe(machine: Machine) -> tuple[str, str]:
     if "bfloat16" not in formats:
         return "fp16", f"{name} supports fast matmuls in float16, but not in bfloat16"
     if "float8_e4m3fn" not in formats:
-        return "bf16", f"{name} supports fast matmuls in bfloat16, but not in FP8"
+        has_others = any(dtype.startswith("float8") for dtype in formats)
+        fp8 = "the FP8 format of the recipes, float8_e4m3fn" if has_others else "FP8"
+        return "bf16", f"{name} supports fast matmuls in bfloat16, but not in {fp8}"
     return "bf16", f"{name} supports fast matmuls in bfloat16, and in FP8 with the recipe `fp8`"
 
 
@@ -253,6 +255,7 @@ def _features(machine: Machine) -> dict[str, str]:
         return {attention: "available", fp8: units}
     if machine.platform != "gpu":
         why = f"no: JAX computes on a {machine.platform.upper()}"
+        why = "no: JAX finds no device" if machine.failure else why
         texts = {attention: why, fp8: why}
         chosen = machine.gpus or "JAX_PLATFORMS" in machine.environment
         if _cuda_versions(machine) and not chosen:

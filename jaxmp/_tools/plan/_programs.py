@@ -32,6 +32,11 @@ _FALLBACKS = ("unfused_attention", "not_fp8", "fp8_fallback", "fp32_gemm")
 _MAX_BATCH, _FIRST_BATCH = 2**20, 8
 # Programs after which the search no longer trusts that memory grows linearly.
 _LINEAR = 6
+# Why a program with a bound has no cost.
+_NO_TOKENS = (
+    "no cost: the last argument has no integer array of two axes, the tokens; name measured tokens "
+    "per second: --rate h100/bf16=39000"
+)
 _UNITS = {"": 0, "K": 10, "M": 20, "G": 30, "T": 40}
 
 
@@ -182,8 +187,10 @@ def relative(
             changes = {"bound": round(bound, 4), "interval": interval}
         timed = rates.get(f"{row.target}/{row.recipe}")
         rate = timed or (row.tokens / row.bound if row.bound else 0)
-        if row.target in prices and rate:
+        if row.target in prices and rate and row.devices:
             changes["cost"] = round(prices[row.target] * row.devices / 3600 / rate * 1e9, 4)
             changes["cost_from"] = "measured" if timed else "bound"
+        elif row.target in prices:
+            changes["cost_from"] = _NO_TOKENS if row.bound else "no cost: not compiled, or no bound"
         compared.append(dataclasses.replace(row, **changes))
     return compared

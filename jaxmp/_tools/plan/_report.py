@@ -44,7 +44,7 @@ class PlanRow:
       links: "within" and "between" hosts -> bytes per second of each device, in both directions.
       tokens: elements of the largest integer array of the last argument, with two axes or more.
       cost: price of a billion tokens; None without the price of the chip, or tokens.
-      cost_from: "measured" tokens per second, or the "bound".
+      cost_from: "measured" tokens per second, the "bound", or why there is no cost.
       kernels: number of kernels that one step starts.
       flops: dtype in which the chip multiplies, or "attention" -> FLOPs per device.
       bytes: "matmuls", "attention", "collectives" or "other" kernels -> bytes that they access.
@@ -142,8 +142,11 @@ class PlanReport(Report):
         checks = "\n".join(dict.fromkeys(each.check for each in self.choices if each.check))
         fixes = (Fix("Compare the loss", ((True, checks),)),) if checks else ()
         bounds = _BOUND.format(self.baseline, len(MEASURED["cases"]))
-        priced = (row for row in self.rows if row.cost is not None)
-        costs = [(row.target, _name(row), f"{row.cost:,.2f}", row.cost_from) for row in priced]
+        priced = (row for row in self.rows if row.cost_from)
+        costs = [
+            (row.target, _name(row), "" if row.cost is None else f"{row.cost:,.2f}", row.cost_from)
+            for row in priced
+        ]
         joined = (row for row in self.rows if row.devices > 1)
         links = dict.fromkeys(
             (row.target, f"{row.devices} devices", f"{row.hosts} hosts" * (row.hosts > 1), *speeds)

@@ -62,6 +62,7 @@ class StatsReport(Report):
         which a step is skipped).
       tensors: the tensors.
       errors: format of `what_if` -> "gradients" or "activations" -> module -> relative error.
+      unknown: operations that contain functions, whose tensors are not measured.
 
     Example:
       >>> stats = jaxmp.with_stats(jax.grad(lambda w: jnp.square(w).sum()))(jnp.ones(4))
@@ -79,6 +80,7 @@ class StatsReport(Report):
     scales: tuple[tuple[float, float, float], ...]
     tensors: tuple[TensorRow, ...]
     errors: dict[str, dict[str, dict[str, float]]] = dataclasses.field(default_factory=dict)
+    unknown: tuple[str, ...] = ()
 
     def _sections(self, full: bool) -> list[Section]:
         lost = [row for row in self.scales if 0 < row[1] + row[2] < 1]
@@ -86,8 +88,10 @@ class StatsReport(Report):
         scales = tuple((_power(x), *map(share_text, row)) for x, *row in near)
         is_usable = self.loss_scale is not None and not self._nonfinite()
         mood = "" if not self.tensors else "good" if is_usable else "bad"
+        inside = f"The tensors inside of {', '.join(self.unknown)} are not measured. "
+        advice = inside * bool(self.unknown) + self._advice()
         sections = [
-            Section("Loss scale for float16", self._advice(), _SCALE_COLUMNS, scales, mood=mood),
+            Section("Loss scale for float16", advice, _SCALE_COLUMNS, scales, mood=mood),
             *self._errors(full),
             Section("Losses in each format", _LEGEND),
         ]
@@ -201,6 +205,7 @@ def make_stats_report(
     loss_scale: Any,
     errors: Any,
     modules: Sequence[str] = (),
+    unknown: tuple[str, ...] = (),
 ) -> StatsReport:
     """Returns the report on the statistics of a step.
 
@@ -209,6 +214,7 @@ def make_stats_report(
       loss_scale: the scale of the gradients among them.
       errors: format -> kind -> module -> error.
       modules: the modules of the errors in the order of the forward pass.
+      unknown: operations whose tensors are not measured.
     """
     tensors, loss_scale, errors = jax.device_get((tensors, loss_scale, errors))
     flat = [(kind, name, x) for kind, group in tensors.items() for name, x in group.items()]
@@ -231,7 +237,13 @@ def make_stats_report(
         }
         for name, kinds in errors.items()
     }
-    return StatsReport(loss_scale=_first(scales), scales=scales, tensors=tuple(rows), errors=errors)
+    return StatsReport(
+        loss_scale=_first(scales),
+        scales=scales,
+        tensors=tuple(rows),
+        errors=errors,
+        unknown=unknown,
+    )
 
 
 def _scales(counts: np.ndarray, shift: int) -> tuple[tuple[float, float, float], ...]:

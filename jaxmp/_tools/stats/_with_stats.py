@@ -38,6 +38,7 @@ class TrainingStats:
       errors: format of `what_if` -> "gradients" or "activations" -> module -> relative error: the
         norm of the difference that the format makes, over the norm of the module's tensors.
       modules: the modules of `errors`, in the order of the forward pass (static).
+      unknown: operations that contain functions, whose tensors are not measured (static).
 
     Example:
       >>> step = jax.grad(lambda w, x: (x @ w).sum())
@@ -50,10 +51,13 @@ class TrainingStats:
     loss_scale: _core.Array
     errors: dict[str, dict[str, dict[str, _core.Array]]] = dataclasses.field(default_factory=dict)
     modules: tuple[str, ...] = dataclasses.field(default=(), metadata={"static": True})
+    unknown: tuple[str, ...] = dataclasses.field(default=(), metadata={"static": True})
 
     def report(self) -> _report.StatsReport:
         """Returns the losses in each candidate format, and the loss scale to start with."""
-        return _report.make_stats_report(self.tensors, self.loss_scale, self.errors, self.modules)
+        return _report.make_stats_report(
+            self.tensors, self.loss_scale, self.errors, self.modules, self.unknown
+        )
 
     def __str__(self) -> str:
         return str(self.report())
@@ -180,7 +184,8 @@ class _Program:
             update = lax.sub(lax.convert_element_type(new, jnp.float32), old)
             add("updates", self.names[number], _measure.measure_tensor(update))
         scale = next((arrays[number] for number in self.traced.scales()), 1.0)
-        return TrainingStats(rows, jnp.asarray(scale, jnp.float32))
+        unknown = tuple(sorted(observer.unknown))
+        return TrainingStats(rows, jnp.asarray(scale, jnp.float32), unknown=unknown)
 
     def samples(self, arrays: list[Any], name: str, scale: _core.Array) -> Samples:
         """Returns samples of the gradients and outputs of each module in a format."""
