@@ -173,15 +173,15 @@ def relative(
       prices: chip -> price of one device for an hour.
       rates: "chip/recipe" -> measured tokens per second of all devices.
     """
-    seconds = [(row.bound or 0.0) / (row.batch or 1) for row in rows]
-    own = [s for row, s in zip(rows, seconds, strict=True) if row.recipe == baseline]
-    unit = next(filter(None, [*own, *seconds]), None)
+    per_example = lambda row: (row.bound or 0.0) / (row.batch or 1)
+    own = [row for row in rows if row.recipe == baseline]
+    unit = next(filter(None, map(per_example, [*own, *rows])), 1.0)
     compared = list[PlanRow]()
-    for row, per_example in zip(rows, seconds, strict=True):
+    for row in rows:
         changes: dict[str, Any] = {"bound": None}
-        if unit and per_example:
-            bound, error = per_example / unit, (1.0, 1.0)
-            if per_example != unit:
+        if seconds := per_example(row):
+            bound, error = seconds / unit, (1.0, 1.0)
+            if seconds != unit:
                 error = error_of(row.target, row.narrow, MEASURED["cases"])
             interval = tuple(round(bound / factor, 4) for factor in error[::-1])
             changes = {"bound": round(bound, 4), "interval": interval}
