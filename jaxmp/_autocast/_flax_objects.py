@@ -35,7 +35,9 @@ class Writing:
     def __init__(
         self, fn: Callable[..., Any], args: tuple[PyTree, ...], kwargs: dict[str, PyTree]
     ) -> None:
-        self.fn, self.objects, self.nnx = fn, [], sys.modules.get("flax.nnx")
+        self.fn = fn
+        self.nnx: Any = sys.modules.get("flax.nnx")
+        self.objects: list[Any] = []
         arguments = jax.tree.map(self._take, (args, kwargs), is_leaf=self._is_object)
         # Objects that share Variables are split together.
         self.graphdef, state = self.nnx.split(tuple(self.objects)) if self.objects else (None, None)
@@ -45,8 +47,7 @@ class Writing:
         self.count = 0
 
     def _is_object(self, node: object) -> bool:
-        nnx: Any = self.nnx
-        return nnx is not None and isinstance(node, (nnx.Pytree, nnx.Variable))
+        return self.nnx is not None and isinstance(node, (self.nnx.Pytree, self.nnx.Variable))
 
     def _take(self, leaf: Any) -> Any:
         if not self._is_object(leaf):
