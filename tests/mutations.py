@@ -550,7 +550,7 @@ MUTATIONS = [
     Mutation(
         "autocast loses what a function writes to Flax objects",
         "jaxmp/_autocast/__init__.py",
-        "        writing.write(flax_objects((args, kwargs)), values)\n",
+        "        writing.write(values)\n",
         "",
         (
             "test_nnx_gradients.py::test_autocast_writes_to_flax_objects_in_the_dtypes_of_the_function",

@@ -482,7 +482,10 @@ def test_autocast_writes_to_flax_objects_in_the_dtypes_of_the_function():
     compare = functools.partial(np.testing.assert_allclose, rtol=1e-5)
     jax.tree.map(compare, *(arrays(nnx.state(tree)) for tree in (cast, plain)))
     assert jax.tree.map(jnp.shape, nnx.state(cast)) == jax.tree.map(jnp.shape, nnx.state(plain))
-    frozen = nnx.Linear(4, 4, rngs=nnx.Rngs(0))
+    rngs = nnx.Rngs(0)
+    jaxmp.autocast(lambda first, again: (first(), again()), "bf16")(rngs, again=rngs)
+    assert int(rngs.default.count[...]) == 2
+    frozen = nnx.Linear(4, 4, rngs=rngs)
     jax.jit(lambda x: jaxmp.autocast(lambda model, x: model(x), "bf16")(frozen, x))(X)
     with pytest.warns(jaxmp.errors.RecipeWarning, match="adds 'new' to a Flax object"):
         jaxmp.autocast(lambda model: setattr(model, "new", nnx.Param(X)), "bf16")(frozen)

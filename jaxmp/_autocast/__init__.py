@@ -24,7 +24,7 @@ import jax
 
 from jaxmp import _core, _programs
 from jaxmp._autocast._explain import AutocastExplanation, Recorder
-from jaxmp._autocast._flax_objects import Writing, flax_objects
+from jaxmp._autocast._flax_objects import Writing
 from jaxmp._autocast._replay import Autocast
 from jaxmp._autocast._resolve import make_config, trace
 from jaxmp._policies import _device, _load
@@ -110,15 +110,15 @@ def autocast(
     def autocast_fn(*args: P.args, **kwargs: P.kwargs) -> R:
         _device.check_training(config.policies, lambda: (args, kwargs), mark)
         with _explain.decisions(config.policies.default.matmul == "fp8") as rows:
-            writing = Writing(fn)
-            traced, in_custom_vjp = trace(writing, args, kwargs)
+            writing = Writing(fn, args, kwargs)
+            traced, in_custom_vjp = trace(writing, writing.arguments, {})
             interpreter = Autocast(config, in_custom_vjp, lists_calls=_explain.is_explained())
             arrays = interpreter.function(traced.closed, traced.arrays, writing.count)
         name = f"autocast({getattr(fn, '__name__', 'fn')}, ...)"
         if text := _explain.unused_text(name, rows) or interpreter.uncast_text(name):
             _core.warn_user(text, repeats=False)
         out, values = traced.results(arrays)
-        writing.write(flax_objects((args, kwargs)), values)
+        writing.write(values)
         return out
 
     return _core.warn_if_dropped(autocast_fn, "loss_fn = jaxmp.autocast(loss_fn, recipe)")

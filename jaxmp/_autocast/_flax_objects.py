@@ -1,84 +1,100 @@
-"""What a traced function writes to Flax NNX objects in its arguments. Flax is not imported here.
+"""Values that a traced function writes to Flax NNX objects. Flax is not imported here.
 
-A trace replaces these objects by copies, so the new values are further results of the function.
+A trace replaces the objects by copies, so the new values are further results of the function.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 
 from jaxmp import _core
 from jaxmp._core import PyTree
 
-# Index of an object, and the path of a leaf in it.
-Place = tuple[int, tuple[Any, ...]]
 
+@dataclasses.dataclass(frozen=True)
+class _Position:
+    """Marker of an object in a tree of arguments."""
 
-def flax_objects(tree: PyTree) -> list[Any]:
-    """Returns the modules, Variables and other objects of Flax NNX in a tree."""
-    nnx: Any = sys.modules.get("flax.nnx")
-    if nnx is None:
-        return []
-    is_object = lambda node: isinstance(node, (nnx.Pytree, nnx.Variable))
-    return [node for node in jax.tree.leaves(tree, is_leaf=is_object) if is_object(node)]
+    index: int
 
 
 class Writing:
-    """A function that also returns the values that it writes to Flax objects in its arguments.
+    """A call of a function, which also returns the values that it writes to Flax objects.
 
     Args:
       fn: the function.
+      args, kwargs: its arguments.
     """
 
-    def __init__(self, fn: Callable[..., Any]) -> None:
+    def __init__(
+        self, fn: Callable[..., Any], args: tuple[PyTree, ...], kwargs: dict[str, PyTree]
+    ) -> None:
         self.fn = fn
-        self.places: list[Place] = []
-        self.count = 0  # Number of the arrays that it writes.
+        self.nnx: Any = sys.modules.get("flax.nnx")
+        self.objects: list[Any] = []
+        arguments = jax.tree.map(self._take, (args, kwargs), is_leaf=self._is_object)
+        # Objects that share Variables are split together.
+        self.graphdef, state = self.nnx.split(tuple(self.objects)) if self.objects else (None, None)
+        self.arguments: tuple[Any, ...] = state, *arguments
+        # Paths of the values, and the number of their arrays.
+        self.paths: list[tuple[Any, ...]] = []
+        self.count = 0
 
-    def __call__(self, *args: PyTree, **kwargs: PyTree) -> tuple[PyTree, list[PyTree]]:
-        objects = flax_objects((args, kwargs))
-        before = {place: _value(leaf) for place, leaf in _leaves(objects).items()}
+    def _is_object(self, node: object) -> bool:
+        return self.nnx is not None and isinstance(node, (self.nnx.Pytree, self.nnx.Variable))
+
+    def _take(self, leaf: Any) -> Any:
+        if not self._is_object(leaf):
+            return leaf
+        self.objects.append(leaf)
+        return _Position(len(self.objects) - 1)
+
+    def __call__(
+        self, state: PyTree, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]
+    ) -> tuple[PyTree, list[PyTree]]:
+        if not self.objects:
+            return self.fn(*args, **kwargs), []
+        objects = self.nnx.merge(self.graphdef, state)
+        put = lambda leaf: objects[leaf.index] if isinstance(leaf, _Position) else leaf
+        args, kwargs = jax.tree.map(put, (args, kwargs))
+        before = self._values(objects)
         out = self.fn(*args, **kwargs)
-        after = {place: _value(leaf) for place, leaf in _leaves(objects).items()}
-        if new := [path for _, path in after.keys() - before.keys()]:
-            name = "/".join(_core.path_names(new[0]))
+        after = self._values(objects)
+        if new := after.keys() - before.keys():
+            name = "/".join(map(str, next(iter(new))[1:]))
             _core.warn_user(
                 f"The function adds {name!r} to a Flax object, and autocast updates only what "
                 "exists. Return the value, or create it before the call.",
                 repeats=False,
             )
-        self.places = [p for p, value in before.items() if after.get(p, value) is not value]
-        values = [after[place] for place in self.places]
+        self.paths = [path for path, old in before.items() if after.get(path, old) is not old]
+        values = [after[path] for path in self.paths]
         self.count = len(jax.tree.leaves(values))
         return out, values
 
-    def write(self, objects: Sequence[Any], values: Sequence[PyTree]) -> None:
+    def _leaves(self, objects: Sequence[Any]) -> dict[tuple[Any, ...], Any]:
+        kinds = self.nnx.Variable, jax.Array, np.ndarray
+        graph = self.nnx.iter_graph(tuple(objects))
+        return {path: leaf for path, leaf in graph if isinstance(leaf, kinds)}
+
+    def _values(self, objects: Sequence[Any]) -> dict[tuple[Any, ...], Any]:
+        leaves = self._leaves(objects).items()
+        is_variable = lambda leaf: isinstance(leaf, self.nnx.Variable)
+        return {path: leaf.get_raw_value() if is_variable(leaf) else leaf for path, leaf in leaves}
+
+    def write(self, values: Sequence[PyTree]) -> None:
         """Writes the values to the objects of the caller."""
-        leaves = _leaves(objects)
-        for (index, path), value in zip(self.places, values, strict=True):
-            if _is_variable(variable := leaves[index, path]):
+        leaves = self._leaves(self.objects) if self.paths else {}
+        for path, value in zip(self.paths, values, strict=True):
+            if isinstance(variable := leaves[path], self.nnx.Variable):
                 variable.set_raw_value(value)
                 continue
-            for key in reversed(path):  # An array that is an attribute of a module.
-                value = {getattr(key, "name", None) or key.key: value}
-            sys.modules["flax.nnx"].update(objects[index], value)
-
-
-def _leaves(objects: Sequence[Any]) -> dict[Place, Any]:
-    return {
-        (index, path): leaf
-        for index, node in enumerate(objects)
-        for path, leaf in jax.tree_util.tree_leaves_with_path(node, is_leaf=_is_variable)
-    }
-
-
-def _is_variable(leaf: object) -> bool:
-    return isinstance(leaf, sys.modules["flax.nnx"].Variable)
-
-
-def _value(leaf: Any) -> Any:
-    return leaf.get_raw_value() if _is_variable(leaf) else leaf
+            for name in path[:0:-1]:  # An array that is an attribute of a module.
+                value = {name: value}
+            self.nnx.update(self.objects[path[0]], value)
