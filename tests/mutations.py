@@ -1580,6 +1580,13 @@ MUTATIONS = [
         ("test_autocast_decisions.py::test_xla_compiles_wide_results_on_a_cpu",),
     ),
     Mutation(
+        "a gradient without that of the FP8 states is silent",
+        "jaxmp/_gradients/_evaluate.py",
+        "_overwritten.has_states(inputs)",
+        "True",
+        ("test_fp8_nnx.py::test_a_split_model_requires_the_gradient_of_its_states",),
+    ),
+    Mutation(
         "a transposed last layer multiplies as XLA's CPU compiler refuses",
         "jaxmp/_programs/_matmuls.py",
         'if dtypes and _compat.target() == "cpu":',

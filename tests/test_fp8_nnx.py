@@ -20,7 +20,7 @@ from arrays import of_size
 from grids import EXPENSIVE, fast_cases
 from jaxmp import PolicyMap, Rule, fp8, load_recipe
 from jaxmp._flax._nnx_model import apply_policy
-from jaxmp.errors import CompositionError
+from jaxmp.errors import CompositionError, RecipeWarning
 from jaxmp.nnx import Optimizer, OverwriteWithGradient, value_and_grad
 from relaxed import relaxed
 
@@ -221,11 +221,12 @@ def test_both_frameworks_train_alike():
 
 
 def test_plain_flax_gradients():
-    """`nnx.grad` of the parameters uses current amaxes in every step; with the state, it is
-    updated.
+    """`nnx.grad` of the parameters uses current amaxes in every step, with a warning; with the
+    state, it is updated.
     """
     model, x = linear(), of_size(4, 8, 32)
-    nnx.grad(loss_fn)(model, x)
+    with pytest.warns(RecipeWarning, match="without that of its states"):
+        nnx.grad(loss_fn)(model, x)
     assert newest(model, "") == 0
     both = nnx.DiffState(0, nnx.Any(nnx.Param, OverwriteWithGradient))
     grads = nnx.grad(loss_fn, argnums=both)(model, x)
@@ -235,6 +236,17 @@ def test_plain_flax_gradients():
     assert newest(model, "") == 0 and np.any(model.kernel[...] != kernel)
     optimizer.update(model, grads)
     assert newest(model, "") == 4
+
+
+def test_a_split_model_requires_the_gradient_of_its_states():
+    """As the warning says, for `jaxmp.value_and_grad` of a function of variables."""
+    graph, params, own, rest = nnx.split(linear(), nnx.Param, OverwriteWithGradient, ...)
+    x, value_and_grad = of_size(4, 8, 32), jaxmp.value_and_grad
+    with pytest.warns(RecipeWarning, match="split the model"):
+        value_and_grad(lambda p: loss_fn(nnx.merge(graph, p, own, rest), x))(params)
+    loss_of = lambda v: loss_fn(nnx.merge(graph, v["params"], v[STATE], rest), x)
+    _, grads = value_and_grad(loss_of)({"params": params, STATE: own})
+    assert newest(nnx.merge(graph, params, grads[STATE], rest), "") == 4
 
 
 def test_flax_optimizers_leave_it_to_the_user():

@@ -16,6 +16,7 @@ from jax import lax
 
 from jaxmp import _core, _programs
 from jaxmp._core import Array, DTypeLike
+from jaxmp._gradients import _hints
 from jaxmp.errors import CompositionError, JaxmpError
 from jaxmp.fp8 import _dims, _einsum, _explain, _scaling, _state
 from jaxmp.fp8._dot_general import dot_general
@@ -67,8 +68,11 @@ class _LayerFunction:
         ):
             return _plain(product, *operands, self.wide, preferred)
         wide = _result_dtype(*operands, preferred, self.wide)
-        state = {} if self.state is None else {"state": self.state()}
-        return in_fp8(*operands, preferred_element_type=wide, **state)
+        if self.state is None:
+            return in_fp8(*operands, preferred_element_type=wide)
+        state = self.state()
+        _hints.expect_state(operands[1], state)
+        return in_fp8(*operands, preferred_element_type=wide, state=state)
 
 
 class LayerDot(_LayerFunction):

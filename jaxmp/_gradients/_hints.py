@@ -29,10 +29,12 @@ class TracedLoss(NamedTuple):
     """Loss that a jaxmp function traces, and differentiates afterwards.
 
     is_scaled: True if its gradient will be scaled.
+    has_states: True if its differentiated arguments contain states of FP8 layers.
     mark: that of the optimizer's loss scale.
     """
 
     is_scaled: bool
+    has_states: bool
     mark: Mark
 
 
@@ -40,9 +42,9 @@ traced = contextvars.ContextVar[TracedLoss | None]("traced", default=None)
 
 
 @contextlib.contextmanager
-def traced_loss(is_scaled: bool, mark: Mark) -> Iterator[None]:
-    """Describes in a block the loss that it traces; arguments as in `TracedLoss`."""
-    token = traced.set(TracedLoss(is_scaled, mark))
+def traced_loss(loss: TracedLoss) -> Iterator[None]:
+    """Describes in a block the loss that it traces."""
+    token = traced.set(loss)
     try:
         yield
     finally:
@@ -92,6 +94,28 @@ def _warn_of_gradient(mark: Mark, line: tuple[str, int]) -> None:
             "loss itself."
         )
         warnings.warn_explicit(message, RecipeWarning, *line)
+
+
+def expect_state(kernel: jax.Array, state: PyTree) -> None:
+    """Warns if the gradient of a layer in FP8 is computed without that of its state.
+
+    Args:
+      kernel: its kernel.
+      state: its amaxes, whose gradient is the next state.
+    """
+    loss, trace = traced.get(), _compat.gradient_trace(kernel)
+    of_state = map(_compat.gradient_trace, jax.tree.leaves(state))
+    is_missing = trace is not None and not any(of_state) if loss is None else not loss.has_states
+    if is_missing:
+        _core.warn_user(
+            "The gradient of an FP8 model is computed without that of its states, which is their "
+            "value in the next step. They do not change: each step measures all tensors again, or "
+            "with calibrate=False has scales of 1. Differentiate variables = {'params': params, "
+            "'_overwrite_with_gradient': states}, as jaxmp.TrainState does. In NNX, write "
+            "jaxmp.nnx.value_and_grad(loss_fn)(model), or split the model with graph, params, "
+            "states, rest = nnx.split(model, nnx.Param, jaxmp.nnx.OverwriteWithGradient, ...).",
+            repeats=False,
+        )
 
 
 def check_matmuls(mark: Mark, backward: Any) -> None:
