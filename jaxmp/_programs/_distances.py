@@ -78,7 +78,7 @@ class _Distances(Forward):
             return [result._replace(norms=norms, dots=dots)]
         return [None]
 
-    def _known(self, variables: list[Any], operands: list[Any]) -> list[_Terms]:
+    def _known(self, variables: list[Any], operands: list[Any]) -> list[Any]:
         pairs = zip(variables, operands, strict=True)
         return [_Terms(var) if terms is None else terms for var, terms in pairs]
 
