@@ -586,7 +586,7 @@ def warmup_by_steps(d):
     return step, (parameters(d.wide), jnp.asarray(777, jnp.int32), inputs(d.wide), labels())
 
 
-@plant("sort_16bit", "remove .astype(jnp.bfloat16)")
+@plant("sort_16bit", ".astype(jnp.float32)")
 def replayed_by_priority(d):
     def step(p, priorities, x, y):
         keys = 3 + jnp.log(priorities)
@@ -599,7 +599,7 @@ def replayed_by_priority(d):
     return step, (parameters(d.wide), priorities, inputs(d.wide), labels())
 
 
-@plant("sort_16bit", "remove .astype(jnp.bfloat16)")
+@plant("sort_16bit", ".astype(jnp.float32)")
 def highest_scores(d):
     def step(p, scores, x, y):
         keys = scores * 3
@@ -639,7 +639,7 @@ def absolute_errors(d):
     return trained(loss, d, inputs(d.wide), jnp.asarray(normal(5, ROWS, CLASSES), d.wide))
 
 
-@plant("loss_16bit", "remove .astype(jnp.bfloat16)")
+@plant("loss_16bit", ".astype(jnp.float32)")
 def rounded_log_probabilities(d):
     def loss(p, x, old):
         new = jax.nn.log_softmax(forward(p, x, d.low).astype(d.wide))

@@ -138,6 +138,11 @@ def decayed(u, factor):
             ],
             lambda x: np.log(np.exp(x - x.max(-1, keepdims=True)).sum(-1)).mean(),
         ),
+        # In 16 bits, the bound is 1, where the derivative is infinite.
+        (
+            ["y = jnp.arccos(jnp.clip(x / 4 - 1, -0.999, 0.999))", "return y.astype(jnp.float32)"],
+            lambda x: np.arccos(np.clip(x / 4 - 1, -0.999, 0.999)),
+        ),
         # The sigmoid rounds 1 - 2**-11 to 1, before the logarithm.
         (
             ["q = jax.nn.sigmoid(x)", "return jnp.log(1 - q + 1e-8).astype(jnp.float32).mean()"],

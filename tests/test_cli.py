@@ -244,6 +244,10 @@ def test_the_json_of_recipes_and_settings(command):
             "    def make_rum(recipe, seed):",
         ),
         (
+            ["validate", "my_model:make"],
+            "my_model:make has the parameters (). It has the form:\n    def make(recipe, seed):",
+        ),
+        (
             ["memory", "my_model:brokem", "--recipe", "bf16"],
             "a function 'brokem'. Did you mean 'broken'? It has the form:\n    def brokem():",
         ),

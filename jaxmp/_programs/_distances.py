@@ -21,6 +21,8 @@ _SAME = frozenset(
 )
 _SCALES = frozenset(("mul", "div"))
 _ADDS = frozenset(("add", "sub"))
+# A residual stream sums more.
+_MOST_DOTS = 4
 
 
 class _Terms(NamedTuple):
@@ -70,11 +72,13 @@ class _Distances(Forward):
         if name in _ADDS:
             norms = frozenset().union(*(each.norms for each in terms))
             dots = frozenset().union(*(each.dots for each in terms))
+            if len(dots) > _MOST_DOTS:
+                return [None]
             self.sites |= {site for site, both in dots if site is not None and both <= norms}
             return [result._replace(norms=norms, dots=dots)]
         return [None]
 
-    def _known(self, variables: list[Any], operands: list[Any]) -> list[_Terms]:
+    def _known(self, variables: list[Any], operands: list[Any]) -> list[Any]:
         pairs = zip(variables, operands, strict=True)
         return [_Terms(var) if terms is None else terms for var, terms in pairs]
 

@@ -241,8 +241,7 @@ def label_keys(op: _checks.OpOccurrence, audit: _auditor.Auditor) -> RoundedKeys
     if before and before.name == "convert_element_type" and _checks.half_of(before.operands):
         return None
     message = f"FP32 keys are rounded to {dtype.name} at {op.where}, so that many are equal"
-    fix = f"Sort the FP32 keys: remove .astype(jnp.{dtype.name}) at {op.where}."
-    return RoundedKeys(op, message, fix)
+    return RoundedKeys(op, message, lambda: _origins.fix_cast(op))
 
 
 @SORT_16BIT.on_operation("sort", "top_k", "approx_top_k")

@@ -111,8 +111,7 @@ def label_rounding(op: OpOccurrence, audit: Auditor) -> RoundedTerm | None:
     if dtype is None or not audit.flow.labels(_labels.LogProbability, *op.operands):
         return None
     message = f"log-probabilities are rounded to {dtype.name}"
-    fix = f"Keep the log-probabilities in FP32: remove .astype(jnp.{dtype.name}) at {op.where}."
-    return RoundedTerm(op, message, fix)
+    return RoundedTerm(op, message, lambda: fix_cast(op))
 
 
 @LOSS_16BIT.on_operation("abs", "square", "integer_pow", "mul")

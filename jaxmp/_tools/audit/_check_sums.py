@@ -301,10 +301,10 @@ def check_small_steps(op: OpOccurrence, audit: Auditor) -> None:
     for carry, result in zip(op.loop.incoming, op.loop.outgoing, strict=True):
         dtype = _checks.half_of([carry])
         steps = [] if dtype is None or not op.is_forward else _steps_of(carry, result, body)
-        factors = [factor for _, factor in steps]
-        if dtype is None or None in factors or not any(factors):
+        factors = [abs(factor) for _, factor in steps if factor]
+        if dtype is None or not factors or len(factors) < len(steps):
             continue
-        size = max(map(abs, factors))
+        size = max(factors)
         error = float(jnp.finfo(dtype).eps) / 2 / (size * math.sqrt(length))
         if error < _NOTABLE:
             continue
@@ -341,10 +341,11 @@ def _steps_of(
         if not is_spine[spine] or (spine and addition.primitive.name == "sub"):
             return []
         step, maker = sides[1 - spine], makers[1 - spine]
-        name = "" if maker is None else maker.primitive.name
-        numbers = map(_dataflow.number_of, maker.invars) if name in ("mul", "div") else ()
-        factor = next((number for number in numbers if number), None)
-        steps.append((addition, 1 / factor if factor and name == "div" else factor))
+        factor = None
+        if maker is not None and maker.primitive.name in ("mul", "div"):
+            factor = next(filter(None, map(_dataflow.number_of, maker.invars)), None)
+            factor = 1 / factor if factor and maker.primitive.name == "div" else factor
+        steps.append((addition, factor))
         depends |= step in dependents
         var = sides[spine]
     return steps if depends else []

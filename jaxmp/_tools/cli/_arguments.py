@@ -196,14 +196,19 @@ def load_function(
     # A parser of arguments in the module reads those of `python file.py`.
     sys.argv = [file or module_name]
     module = call(f"importing {module_name!r}", lambda: _import(file, module_name))
-    if not callable(getattr(module, function, None)):
+    made = getattr(module, function, None)
+    form = f" It has the form:\n    def {function}({parameters}):\n        return {returned}"
+    if not callable(made):
         defined = [key for key, value in vars(module).items() if callable(value)]
-        raise JaxmpError(
-            f"{module_name!r} does not define a function {function!r}."
-            f"{_core.did_you_mean(function, defined)} It has the form:\n"
-            f"    def {function}({parameters}):\n        return {returned}"
-        )
-    return getattr(module, function)
+        hint = _core.did_you_mean(function, defined)
+        raise JaxmpError(f"{module_name!r} does not define a function {function!r}.{hint}{form}")
+    if parameters and inspect.isfunction(made):
+        signature = inspect.signature(made)
+        try:
+            signature.bind(*parameters.split(", "))
+        except TypeError as error:
+            raise JaxmpError(f"{name} has the parameters {signature}.{form}") from error
+    return made
 
 
 def _import(file: str, module: str) -> ModuleType:

@@ -289,12 +289,30 @@ class _FiniteNumbers(ast.NodeTransformer):
 
 
 def cast(array: ast.expr, dtype: str = "float32") -> ast.expr:
-    """Returns code for a cast of an array."""
+    """Returns code for a cast of an array; before a bound, which 16 bits may round to 1 or 0."""
     function = array.func if isinstance(array, ast.Call) else None
     if dtype == "float32" and isinstance(function, ast.Attribute) and function.attr == "astype":
         # A wider cast of what is already rounded would not help.
         return ast.Call(function, [_WIDE], [])
+    if dtype == "float32" and isinstance(function, ast.Attribute) and function.attr in _BOUNDS:
+        assert isinstance(array, ast.Call)
+        first, *bounds = array.args or [_WIDE]
+        if all(map(_is_number, (*bounds, *(each.value for each in array.keywords)))):
+            if not _is_number(first):
+                return ast.Call(function, [cast(first), *bounds], array.keywords)
+            if function.attr == "clip":
+                method = ast.Attribute(cast(function.value), "clip")
+                return ast.Call(method, array.args, array.keywords)
     return ast.Call(ast.Attribute(array, "astype"), [parsed(f"jnp.{dtype}")], [])
+
+
+_BOUNDS = ("clip", "maximum", "minimum")
+
+
+def _is_number(node: ast.expr) -> bool:
+    """Returns True for an expression of numbers, such as `1 - 1e-7`."""
+    names = (ast.Name, ast.Call)
+    return not any(isinstance(each, names) for each in ast.walk(node))
 
 
 def _cast_tree(tree: ast.expr) -> ast.expr:
