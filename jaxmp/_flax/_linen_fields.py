@@ -70,7 +70,8 @@ def prepare(module: nn.Module, module_policy: ModulePolicy, keeps_dtype: bool) -
         fields |= _dot_fields(module, module_policy)
     if not traits.casts_params:
         fields["param"] = _casting_param(weakref.ref(module), module_policy)
-        fields["perturb"] = functools.partial(_perturbed, weakref.ref(module))
+        if type(module).perturb is nn.Module.perturb and "perturb" not in module.__dict__:
+            fields["perturb"] = functools.partial(_perturbed, weakref.ref(module))
     for name, value in fields.items():
         author.setdefault(name, module.__dict__.get(name, _UNSET))
         object.__setattr__(module, name, value)
