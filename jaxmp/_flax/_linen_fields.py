@@ -118,8 +118,7 @@ def _perturbed(
 ) -> PyTree:
     """Computes `module.perturb` in the dtype of `value`. The stored perturbation keeps its own."""
     module = ref()
-    has_stored = module.scope is not None and module.scope.has_variable(collection, name)
-    stored = module.scope.get_variable(collection, name) if has_stored else value
+    stored = module.get_variable(collection, name, default=value)
     out = type(module).perturb(module, name, cast_like(value, stored), collection)
     return cast_like(out, value)
 
