@@ -2032,6 +2032,13 @@ MUTATIONS = [
         ("test_nonfinite.py::test_shapes_are_refused",),
     ),
     Mutation(
+        "a perturbation in FP32 promotes activations",
+        "jaxmp/_flax/_linen_fields.py",
+        "    return cast_like(out, value)\n",
+        "    return out\n",
+        ("test_linen.py::test_a_perturbation_in_fp32_does_not_promote",),
+    ),
+    Mutation(
         "an example splits a batch unevenly",
         "examples/command_line.py",
         "if value % number:",

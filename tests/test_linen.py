@@ -539,6 +539,23 @@ def test_a_wider_output_is_emitted_by_the_product_itself(module, args):
     assert adds and not named(traced, "reduce_precision")
 
 
+def test_a_perturbation_in_fp32_does_not_promote():
+    dtypes = []
+
+    class Perturbed(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            y = self.perturb("p", nn.Dense(4)(x))
+            dtypes.append(y.dtype)
+            return y
+
+    model, x = apply_policy(Perturbed(), BF16), floats(2, 3)
+    variables = Perturbed().init(jax.random.key(0), x)
+    apply = lambda p: model.apply({**variables, "perturbations": p}, x)
+    out, gradient = jax.vjp(apply, variables["perturbations"])
+    assert dtypes[-1] == jnp.bfloat16 and gradient(out)[0]["p"].dtype == jnp.float32
+
+
 def test_tied_embedding_attends_wide():
     model = apply_policy(TiedLM(), PolicyMap(MIXED, [Rule("embed", "o=f32")]))
     x = floats(2, 16)

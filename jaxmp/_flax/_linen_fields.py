@@ -19,7 +19,7 @@ from jaxmp import _core, _programs
 from jaxmp._attention._layer import attention_under_policy
 from jaxmp._core import PyTree
 from jaxmp._flax import _fp8_layers
-from jaxmp._flax._casts import ModulePolicy, written_back
+from jaxmp._flax._casts import ModulePolicy, cast_like, written_back
 from jaxmp._flax._layer_table import (
     CONV,
     DOT_GENERAL,
@@ -71,6 +71,8 @@ def prepare(module: nn.Module, module_policy: ModulePolicy, keeps_dtype: bool) -
         fields |= _dot_fields(module, module_policy)
     if not traits.casts_params:
         fields["param"] = _casting_param(weakref.ref(module), module_policy)
+        if type(module).perturb is nn.Module.perturb and "perturb" not in module.__dict__:
+            fields["perturb"] = functools.partial(_perturbed, weakref.ref(module))
     for name, value in fields.items():
         author.setdefault(name, module.__dict__.get(name, _UNSET))
         object.__setattr__(module, name, value)
@@ -110,6 +112,16 @@ def _casting_param(ref: Callable[[], Any], module_policy: ModulePolicy) -> Calla
         return _core.cast_floating(value, module_policy.param_dtype(name))
 
     return param
+
+
+def _perturbed(
+    ref: Callable[[], Any], name: str, value: PyTree, collection: str = "perturbations"
+) -> PyTree:
+    """Computes `module.perturb` in the dtype of `value`. The stored perturbation keeps its own."""
+    module = ref()
+    stored = module.get_variable(collection, name, default=value)
+    out = type(module).perturb(module, name, cast_like(value, stored), collection)
+    return cast_like(out, value)
 
 
 class _CastVariable(nn.Variable):
