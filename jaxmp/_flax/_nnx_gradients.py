@@ -152,12 +152,12 @@ class Gradient:
 class _NewLeaf(NamedTuple):
     """Leaf of the objects after the call.
 
-    index: of the same leaf before the call; None for a new one.
+    before: index of the same leaf before the call; None for a new one.
     is_changed: the function wrote it, or added it.
     structure: of the leaf.
     """
 
-    index: int | None
+    before: int | None
     is_changed: bool
     structure: Any
 
@@ -441,7 +441,7 @@ class _Call:
 
     def _writes(self) -> list[Write]:
         writes = []
-        changed = (leaf.index for leaf in self.new_leaves if leaf.is_changed)
+        changed = (leaf.before for leaf in self.new_leaves if leaf.is_changed)
         for i in sorted(index for index in changed if index is not None):
             slot = Slot(self.objects[self.paths[i][0]], self.paths[i][1:], self.leaves[i])
             writes.append(Write(slot, self.values[i], slot.get()))
