@@ -55,7 +55,7 @@ test-expensive: $(STAMP)/dev
 	$(PYTEST) --durations=30 -m "(expensive and not slow) or (gpu_compiler and slow and not exhaustive)" $(ARGS)
 
 test-versions: $(STAMP)/dev
-	$(PYTEST) -m "versions and not slow" $(ARGS)
+	$(PYTEST) -m versions $(ARGS)
 
 test-slow: $(STAMP)/dev
 	$(PYTEST) --durations=30 -m "slow and not exhaustive" $(ARGS)

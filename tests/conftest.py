@@ -62,8 +62,9 @@ hypothesis.settings.load_profile("jaxmp")
 
 
 # Files that depend on the versions of JAX and Flax, and are therefore tested on the oldest too. Of
-# `jaxmp.validate`, that is the capture of outputs; the rest uses the public API alone. Of a test
-# with cases in the fast suite, the oldest runs those cases alone.
+# `jaxmp.validate`, that is the capture of outputs; the rest uses the public API alone. The oldest
+# runs no expensive tests, and of the others the cases in which the value of a parameter is new: the
+# newest runs its combinations.
 VERSION_SENSITIVE = {
     # Private names of JAX and Flax, signatures that jaxmp copies, and what an import loads.
     *("attention", "attention_cudnn", "docs", "frame", "leaks", "ops"),
@@ -93,22 +94,33 @@ WHOLE = {"docs", "examples", "hints"}
 ABOUT_PARTS = ("The gradient of a float16 model is", "The recipe of the optimizer computes")
 
 
+def pytest_ignore_collect(collection_path, config):
+    # Two legs import half of the files at most.
+    name, leg = collection_path.stem.removeprefix("test_"), config.option.markexpr
+    if collection_path.match("test_*.py") and leg in ("versions", "slow and not exhaustive"):
+        has_slow = name in OF_BENCHMARKS or "slow" in collection_path.read_text("utf-8")
+        return None if (has_slow if leg.startswith("slow") else name in VERSION_SENSITIVE) else True
+    return None
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config, items):
     mark_expensive_cases(items, is_complete=not any("::" in name for name in config.args))
-    is_expensive = lambda item: item.get_closest_marker("expensive") is not None
-    test_of = lambda item: item.nodeid.partition("[")[0]
-    with_fast_cases = {test_of(item) for item in items if not is_expensive(item)}
+    seen = set()
     for item in items:
         name = item.path.stem.removeprefix("test_")
-        if name in VERSION_SENSITIVE and not (
-            is_expensive(item) and test_of(item) in with_fast_cases
-        ):
-            item.add_marker("versions")
+        marks = {mark.name for mark in item.iter_markers()}
+        if name in VERSION_SENSITIVE and not marks & {"slow", "expensive"}:
+            params = item.callspec.params if hasattr(item, "callspec") else {"": None}
+            test = item.nodeid.partition("[")[0]
+            values = {(test, key, id(value)) for key, value in params.items()}
+            if values - seen:
+                item.add_marker("versions")
+            seen |= values
         if name not in WHOLE:
             for message in ABOUT_PARTS:
                 item.add_marker(pytest.mark.filterwarnings(f"ignore:{message}"))
-        if name in OF_BENCHMARKS and item.get_closest_marker("slow") is None:
+        if name in OF_BENCHMARKS and "slow" not in marks:
             item.add_marker("slow")
             item.add_marker("expensive")
         if needs_compiler.mark in item.iter_markers("skipif"):

@@ -13,7 +13,7 @@ import pytest
 from typer.main import get_command
 
 import jaxmp
-from grids import EXPENSIVE, fast_cases
+from grids import fast_cases
 from jaxmp._policies._op_table import CATEGORIES, DEFAULT_OPS
 from jaxmp._policies._recipe import list_recipes, load_recipe
 from jaxmp._tools.cli._app import app
@@ -297,18 +297,8 @@ def test_errors_are_red(command, monkeypatch):
     assert command("show", "bf61")[2].startswith("\x1b[31mError: ")
 
 
-@pytest.mark.parametrize("missing", ["typer", "rich"])
-@fast_cases("typer")
-def test_a_missing_package_is_named_with_its_extra(missing):
-    code = f"import sys; sys.modules[{missing!r}] = None; import jaxmp._tools.cli"
-    done = run_script("-c", code)
-    assert done.returncode != 0
-    assert "MissingDependencyError" in done.stderr and missing in done.stderr
-    assert 'pip install "jaxmp[cli]"' in done.stderr
-
-
-@EXPENSIVE
 @pytest.mark.parametrize("package", ["typer", "rich"])
+@fast_cases("typer")
 def test_without_the_extra_it_says_what_to_install(package):
     code = (
         f"import sys; sys.modules[{package!r}] = None; sys.argv = ['jaxmp', '--help']; "

@@ -18,7 +18,6 @@ import jaxmp
 from grids import EXPENSIVE
 from jaxmp._tools.cli import _arguments
 from jaxmp.checkpoint import Checkpointer
-from processes import run_script
 
 ROOT = Path(__file__).parents[1]
 LONG = "x" * 300
@@ -385,9 +384,3 @@ def test_a_file_is_loaded_by_its_path(file, text, command, write, tmp_path, monk
         write("import jax.numpy as jnp\nW = jnp.ones((2, 2))\n", "my_package/shapes.py")
     code, out, _ = command("memory", f"{file}:make_step")
     assert code == 0 and "Memory of" in out
-
-
-def test_a_missing_package_has_the_exit_status_of_an_error(tmp_path):
-    (tmp_path / "typer.py").write_text("raise ModuleNotFoundError('no typer', name='typer')\n")
-    done = run_script("-m", "jaxmp", "--help", path=f"{tmp_path}:{ROOT}", cwd=tmp_path)
-    assert done.returncode == 2 and 'pip install "jaxmp[cli]"' in done.stderr

@@ -35,7 +35,7 @@ import plan_llama
 import train_lm
 import train_sharded
 import vision_digits
-from grids import EXPENSIVE, fast_cases
+from grids import EXPENSIVE, REST, fast_cases
 from jaxmp._tools import cli
 from processes import run_script
 from vision_digits import Digits, handwritten_digits, shuffled_batches
@@ -172,7 +172,7 @@ def test_a_stopped_run_goes_on_exactly(framework, other, tmp_path, monkeypatch, 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("processes", "kills"), [(1, 3), (2, 1)])
+@pytest.mark.parametrize(("processes", "kills"), [(1, 2), (2, 1)])
 def test_killed_runs_end_as_whole_ones(processes, kills, capsys):
     checkpoint_soak.main(kills=kills, processes=processes)
     assert "the last states are equal bit for bit" in capsys.readouterr().out
@@ -450,7 +450,7 @@ def test_vision_prints_a_table_draws_and_fails_below_its_goal(tmp_path, capsys, 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("recipe", ["fp16", "bf16", "fp8"])
+@pytest.mark.parametrize("recipe", ["fp16", pytest.param("bf16", marks=REST), "fp8"])
 def test_vision_reads_98_percent(recipe):
     run = vision_digits.train(recipe)
     assert run.accuracies[-1] >= vision_digits.GOAL_PERCENT
@@ -565,12 +565,12 @@ def test_five_lines_train_before_and_after(capsys, monkeypatch):
 # ---------------------------------------------------------------------------
 
 
-@EXPENSIVE
-def test_gpu_smoke_without_gpu_says_so():
-    done = run_script("benchmarks/gpu_smoke.py", cwd=ROOT)
-    assert done.returncode == 1
-    assert "JAX sees no NVIDIA GPU here, only cpu" in done.stderr
-    assert "python benchmarks/gpu_smoke.py --toy" in done.stderr
+def test_gpu_smoke_without_gpu_says_so(monkeypatch):
+    monkeypatch.setattr("sys.argv", ["benchmarks/gpu_smoke.py"])
+    monkeypatch.setattr(gpu_smoke, "in_own_process", lambda job: job())
+    message = r"(?s)no NVIDIA GPU here, only cpu.*python benchmarks/gpu_smoke\.py --toy"
+    with pytest.raises(SystemExit, match=message):
+        gpu_smoke.main()
 
 
 @pytest.mark.slow

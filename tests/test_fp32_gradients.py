@@ -23,7 +23,7 @@ import jaxmp
 import sharded_functions
 from arrays import uniform
 from gpu_compiler import needs_compiler
-from grids import EXPENSIVE, fast_cases
+from grids import EXPENSIVE, fast_cases, pairwise
 from jaxmp._core import _compat
 from jaxmp._core._compat import described_gpus
 from jaxmp._core._targets import get_target
@@ -251,9 +251,9 @@ def gradients(use, params, x, dtype, **options):
     return jax.jit(jaxmp.value_and_grad(loss_fn, **options))(params, x)[1]
 
 
-@pytest.mark.parametrize("devices", [1, 4])
-@pytest.mark.parametrize("stored", [jnp.float32, pytest.param(jnp.float16, marks=EXPENSIVE)])
-@pytest.mark.parametrize("name", USES)
+@pytest.mark.parametrize(
+    ("name", "stored", "devices"), pairwise(USES, [jnp.float32, jnp.float16], [1, 4])
+)
 def test_gradients_are_summed_in_fp32(name, stored, devices):
     use, params = USES[name]
     x = uniform((ROWS, WIDTH), 2)

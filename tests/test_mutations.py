@@ -12,12 +12,12 @@ from mutations import CAUGHT, MUTATIONS, STALE, SURVIVED, Mutation
 TESTS = Path(__file__).parent
 
 
-@pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.name)
-def test_each_defect_applies_once(mutation):
-    defective = mutation.applied((mutations.ROOT / mutation.file).read_text("utf-8"))
-    assert defective is not None, "the text to replace does not occur exactly once"
-    ast.parse(defective)
-    assert mutation.tests
+def test_each_defect_applies_once():
+    for mutation in MUTATIONS:
+        defective = mutation.applied((mutations.ROOT / mutation.file).read_text("utf-8"))
+        assert defective is not None, f"{mutation.name}: the text does not occur exactly once"
+        ast.parse(defective)
+        assert mutation.tests, mutation.name
 
 
 def test_there_are_seventy_different_defects():
@@ -33,11 +33,11 @@ def decorators(file: str) -> dict[str, list[str]]:
     return {node.name: list(map(ast.unparse, node.decorator_list)) for node in functions}
 
 
-@pytest.mark.parametrize("test", sorted({t for m in MUTATIONS for t in m.tests}))
-def test_the_tests_of_defects_are_in_the_fast_suite(test):
-    file, _, function = test.partition("::")
+def test_the_tests_of_defects_are_in_the_fast_suite():
     slow = ("pytest.mark.slow", "pytest.mark.expensive", "EXPENSIVE")
-    assert not [name for name in decorators(file)[function] if name.startswith(slow)]
+    for test in {test for mutation in MUTATIONS for test in mutation.tests}:
+        file, _, function = test.partition("::")
+        assert not [name for name in decorators(file)[function] if name.startswith(slow)], test
 
 
 CODE = "def add(a, b):\n    # The sum.\n    return a + b\n"

@@ -281,16 +281,16 @@ def start_training(port, count, *more):
 
 
 @pytest.mark.slow
-def test_one_two_and_four_processes_print_the_same_losses():
+def test_one_and_four_processes_print_the_same_losses():
     printed = {}
-    for count in (1, 2, 4):
+    for count in (1, 4):
         outputs = wait(start_training(free_port(), count, "--steps", 10))
         losses = lambda text: [line for line in text.splitlines() if line.startswith("step ")]
         first, *others = map(losses, outputs)
         assert not any(others)  # only process 0 prints
         printed[count] = first
     assert len(printed[1]) == 2  # of steps 5 and 10
-    assert printed[1] == printed[2] == printed[4]
+    assert printed[1] == printed[4]
 
 
 def start_saving(folder):
