@@ -117,14 +117,14 @@ MUTATIONS = [
     ),
     Mutation(
         "a result of the command replaces its input",
-        "jaxmp/_tools/cli/_arguments.py",
+        "jaxmp/_tools/cli/_outputs.py",
         "if path in used:",
         'if used.get(path, "an input") != "an input":',
         ("test_cli_inputs.py::test_results_do_not_replace_inputs_or_each_other",),
     ),
     Mutation(
         "a result of the command replaces a file of somebody else",
-        "jaxmp/_tools/cli/_arguments.py",
+        "jaxmp/_tools/cli/_outputs.py",
         "isinstance(first, dict) and _KEYS[command] in first",
         "isinstance(first, dict)",
         ("test_cli_inputs.py::test_results_replace_earlier_ones_alone",),
@@ -1949,7 +1949,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a link to itself is replaced by a file",
-        "jaxmp/_tools/cli/_arguments.py",
+        "jaxmp/_tools/cli/_outputs.py",
         " and not os.path.islink(path)",
         "",
         ("test_cli_inputs.py::test_a_bad_input_is_one_message_and_overwrites_nothing",),

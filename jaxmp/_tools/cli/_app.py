@@ -14,7 +14,8 @@ from rich.console import Console
 import jaxmp
 from jaxmp._core import _compat
 from jaxmp._tools.cli import _show, _steps
-from jaxmp._tools.cli._arguments import check_options, check_outputs, console, document, escape
+from jaxmp._tools.cli._arguments import check_options, document
+from jaxmp._tools.cli._outputs import check_outputs, console, escape
 from jaxmp.errors import AuditFailedError, JaxmpError, ValidationFailedError
 
 app = typer.Typer(

@@ -1,4 +1,4 @@
-"""Arguments and outputs that commands share, and the user's functions that they name."""
+"""Arguments that commands share, and the user's functions that they name."""
 
 from __future__ import annotations
 
@@ -7,8 +7,6 @@ import copy
 import importlib
 import importlib.util
 import inspect
-import itertools
-import json
 import math
 import os
 import re
@@ -19,21 +17,14 @@ from pathlib import Path
 from types import ModuleType
 from typing import Annotated, Any, TypeVar, get_args
 
-import rich.box
 import typer
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
 import jaxmp
 from jaxmp import _core
 from jaxmp._core import _compat
-from jaxmp._tools.report import _section
-from jaxmp._tools.report._views import Interrupted, Report
 from jaxmp.errors import JaxmpError
 
 T = TypeVar("T")
-R = TypeVar("R", bound=Report)
 
 
 def _check_seconds(seconds: float) -> float:
@@ -342,172 +333,3 @@ def make_step(name: str, example: str, *argument: object, least: int = 1) -> tup
             "them:\n    return train_step, state, batch"
         )
     return tuple(made)
-
-
-# ---------------------------------------------------------------------------
-# Tables, escaped text and files that the commands write
-# ---------------------------------------------------------------------------
-
-
-# Command -> a key that its JSON results have, by which an earlier result is recognized.
-_KEYS = {
-    **{"recipes": "loss_scale", "show": "policy", "doctor": "problems", "audit": "gemms"},
-    **{"memory": "kinds", "plan": "choices", "validate": "compare_steps", "locate": "reproduced"},
-    **{"checkpoint show": "leaves", "checkpoint verify": "leaves"},
-}
-# Columns that are never wrapped.
-_WHOLE_COLUMNS = ("operation", "recipe", "policy", "loss scale")
-
-
-def console() -> Console:
-    """Returns a console for standard output. It does not color numbers or paths."""
-    return Console(highlight=False)
-
-
-def escape(text: str, style: str = "") -> Text:
-    """Returns text without markup, in which control characters are visible."""
-    return Text("\n".join(map(_section.printable, text.split("\n"))), style=style)
-
-
-def make_table(*columns: str) -> Table:
-    """Returns an empty table with a header and without borders."""
-    table = Table(box=rich.box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
-    for column in columns:
-        table.add_column(column, overflow="fold", no_wrap=column in _WHOLE_COLUMNS)
-    return table
-
-
-def write_json(file: str | None, value: object) -> bool:
-    """Writes the JSON result of a command, and returns True if it replaces the printed text.
-
-    Args:
-      file: the argument of `--json`: None, a path, or "-" for standard output.
-      value: JSON text, or an object of dicts, lists, strings and numbers.
-    """
-    if file is None:
-        return False
-    text = value if isinstance(value, str) else json.dumps(value, indent=1)
-    if file == "-":
-        print(text)
-        return True
-    write_file(file, text)
-    return False
-
-
-def write_report(report: Report, json: str | None, html: str | None, *, full: bool = False) -> None:
-    """Prints a report, and writes it to the files of `--json` and `--html`."""
-    if not write_json(json, report.to_json()):
-        # Code is not wrapped, so that it can be pasted.
-        console().print(report.to_rich(full=full), soft_wrap=True)
-    if html is not None:
-        write_file(html, report.to_html(full=full))
-
-
-def write_result(
-    make: Callable[[], R], advice: str, json: str | None, html: str | None, *, full: bool = False
-) -> R:
-    """Writes the report that a function makes, and returns it; after Ctrl-C, ends the command.
-
-    Args:
-      make: the function.
-      advice: the message after Ctrl-C.
-      json, html, full: as in `write_report`.
-
-    Raises:
-      Exit: by Ctrl-C, after the report on what is finished is written.
-    """
-    try:
-        report = make()
-    except Interrupted as stop:
-        write_report(stop.report, json, html, full=full)
-        print(f"Interrupted: {advice}", file=sys.stderr)
-        raise typer.Exit(130) from None
-    write_report(report, json, html, full=full)
-    return report
-
-
-def check_outputs(command: str, parameters: Mapping[str, object]) -> None:
-    """Checks before the work that the outputs of a command can be written.
-
-    Args:
-      command: its name.
-      parameters: name -> argument of the command line. Files among them are inputs, also as a part:
-        `file.py:function`, or one of several recipes.
-
-    Raises:
-      JaxmpError: if an output is a directory, or its directory does not exist or is not writable;
-        if it would replace an input, another result, or any file but an earlier result.
-    """
-    passed = {name: value for name, value in parameters.items() if value is not None}
-    outputs = {name: str(passed[name]) for name in ("json", "html") if name in passed}
-    used: dict[str, str] = {}
-    inputs = [value for name, value in parameters.items() if name not in outputs]
-    lists = (value if isinstance(value, list) else [value] for value in inputs)
-    for text in map(str, itertools.chain.from_iterable(lists)):
-        for file in (text, *re.split(r"\s*[,:]\s*", text.strip())):
-            used |= {os.path.realpath(file): "an input"} if os.path.isfile(file) else {}
-    for name, file in outputs.items():
-        if (name, file) == ("json", "-"):
-            continue
-        path = os.path.realpath(file)
-        target = file if os.path.exists(file) else os.path.dirname(path)
-        is_name = file not in ("", "-")
-        may_be_file = is_name and not os.path.islink(path) and not os.path.isdir(file)
-        if not (may_be_file and os.access(target, os.W_OK)):
-            raise JaxmpError(
-                f"{file!r} cannot be written. Name a file in a directory that exists, and that this"
-                " user may write to."
-            )
-        if path in used:
-            raise JaxmpError(
-                f"--{name} {file!r} is {used[path]} of this command. "
-                f"Write another file: --{name} result.{name}"
-            )
-        used[path] = f"the --{name}"
-        if os.path.isfile(path) and not _is_earlier(command, name, path):
-            raise JaxmpError(
-                f"--{name} {file!r} exists, and is not an earlier result of jaxmp {command}. "
-                f"Remove it, or write another file: --{name} result.{name}"
-            )
-
-
-def _is_earlier(command: str, kind: str, path: str) -> bool:
-    """Returns True for an empty file, and for an earlier result of a command.
-
-    Args:
-      command: its name.
-      kind: "json" or "html".
-      path: the file.
-    """
-    try:
-        text = Path(path).read_text("utf-8")
-        if not text or kind == "html":
-            return not text or (text.startswith("<!doctype html>") and 'class="jaxmp"' in text)
-        rows = json.loads(text)
-        first = rows[0] if isinstance(rows, list) else rows
-        return isinstance(first, dict) and _KEYS[command] in first
-    except (OSError, ValueError, IndexError, RecursionError):
-        return False
-
-
-def write_file(file: str, text: str) -> None:
-    """Writes a file; a regular one is replaced atomically, through symbolic links.
-
-    Raises:
-      JaxmpError: if it cannot be written; an old file is then unchanged.
-    """
-    try:
-        if os.path.exists(file) and not os.path.isfile(file):
-            # A device or a FIFO; a FIFO that no process reads is an error.
-            descriptor = os.open(file, os.O_WRONLY | os.O_NONBLOCK)
-            os.set_blocking(descriptor, True)
-            with open(descriptor, "w", encoding="utf-8") as stream:
-                stream.write(text)
-            return
-        path = os.path.realpath(file)
-        partial = f"{path}.partial-{os.getpid()}"
-        with open(partial, "w", encoding="utf-8") as stream:
-            stream.write(text)
-        os.replace(partial, path)
-    except OSError as error:
-        raise JaxmpError(f"{file!r} cannot be written: {error.strerror}.") from None

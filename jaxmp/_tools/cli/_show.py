@@ -11,7 +11,7 @@ import jaxmp
 from jaxmp._policies import _op_table, _recipe
 from jaxmp._policies._policy import summarized
 from jaxmp._tools.cli import _arguments
-from jaxmp._tools.cli._arguments import console, escape, make_table, write_json
+from jaxmp._tools.cli._outputs import console, escape, make_table, write_json
 
 
 def show_recipes(json: _arguments.JsonOption = None) -> None:

@@ -19,7 +19,7 @@ import typer
 import jaxmp
 from jaxmp._core import _compat
 from jaxmp._policies import _recipe
-from jaxmp._tools.cli import _arguments, _show
+from jaxmp._tools.cli import _arguments, _outputs, _show
 from jaxmp._tools.report import _progress, _views
 from jaxmp.errors import JaxmpError
 
@@ -49,7 +49,7 @@ def in_script(cls: type[R], tool: str, command: list[str], json: str | None, **o
 
     sentence, text = _script.run_script(tool, command, **options)
     if json != "-":
-        _arguments.console().print(_arguments.escape(sentence, "dim"), soft_wrap=True)
+        _outputs.console().print(_outputs.escape(sentence, "dim"), soft_wrap=True)
     return cls.from_json(text)
 
 
@@ -98,7 +98,7 @@ def run_audit(
         options = {"recipe": recipe, "target": target, "try_fixes": try_fixes}
         options |= {"function": name, "max_seconds": max_seconds}
         report = in_script(cls, "audit", [script, *(function or [])], json, **options)
-    _arguments.write_report(report, json, html, full=full)
+    _outputs.write_report(report, json, html, full=full)
     if fail_on == "any" and baseline is None:
         raise typer.Exit(0 if report.ok else 1)  # the printed report lists the errors
     report.check(checks, baseline=before)
@@ -174,7 +174,7 @@ def run_memory(
         run = lambda phase: _run_tool("memory", jaxmp.estimate_memory, make, phase, settings)
         phases = [None] if recipe is None else _recipe.load_recipe(recipe).split_phases()
         estimate = max(map(run, phases), key=lambda estimate: estimate.total)
-    _arguments.write_report(estimate, json, html)
+    _outputs.write_report(estimate, json, html)
     raise typer.Exit(int(estimate.fits is False))
 
 
@@ -243,7 +243,7 @@ def run_validate(
     )
     advice = "Run the same command with" if json else "Next time, add --json FILE, and then"
     make = lambda: _arguments.call(f"validating {function}", validate)
-    report = _arguments.write_result(make, f"{advice} --resume to go on.", json, html, full=full)
+    report = _outputs.write_result(make, f"{advice} --resume to go on.", json, html, full=full)
     verdicts = {candidate.verdict for candidate in report.candidates}
     if before is None or not find_regressions(report, before):
         # The printed report begins with the verdicts.
@@ -294,7 +294,7 @@ def run_locate(
     else:
         make = _arguments.only_function("locate", function, name)
         report = _located(make, checkpoint, step, batches)
-    _arguments.write_report(report, json, html)
+    _outputs.write_report(report, json, html)
     raise typer.Exit(int(report.reproduced))
 
 
@@ -431,7 +431,7 @@ def run_plan(
         more = {"function": name, "max_seconds": max_seconds}
         make = lambda: _plan_script([script, *(function or [])], json, options, more)
     advice = "the programs that are compiled are in the cache. Run the same command to go on."
-    report = _arguments.write_result(make, advice, json, html)
+    report = _outputs.write_result(make, advice, json, html)
     raise typer.Exit(int(not all(choice.recipe for choice in report.choices)))
 
 
