@@ -249,14 +249,6 @@ class Router(nn.Module):
         return jax.nn.softmax(nn.Dense(2)(x))
 
 
-class ResidualDense(nn.Module):
-    width: int
-
-    @nn.compact
-    def __call__(self, x, _=None):
-        return x + nn.Dense(self.width, use_bias=False)(x), None
-
-
 class OfEachKind(nn.Module):
     """Model with one layer of each class, and one with a custom `dot_general`."""
 
