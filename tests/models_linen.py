@@ -249,30 +249,6 @@ class Router(nn.Module):
         return jax.nn.softmax(nn.Dense(2)(x))
 
 
-class ResidualDense(nn.Module):
-    width: int
-
-    @nn.compact
-    def __call__(self, x, _=None):
-        return x + nn.Dense(self.width, use_bias=False)(x), None
-
-
-class TwoResiduals(nn.Module):
-    """Two `ResidualDense`. `form` may contain "remat", "scan", and "axis 1" for stacked kernels."""
-
-    form: str
-    width: int
-
-    @nn.compact
-    def __call__(self, x):
-        block = nn.remat(ResidualDense) if "remat" in self.form else ResidualDense
-        if "scan" in self.form:
-            axes: Any = {"params": int("axis 1" in self.form), "_overwrite_with_gradient": 0}
-            layers = nn.scan(block, axes, split_rngs={"params": True}, length=2)(self.width)
-            return layers(x, None)[0]
-        return block(self.width)(block(self.width)(x)[0])[0]
-
-
 class OfEachKind(nn.Module):
     """Model with one layer of each class, and one with a custom `dot_general`."""
 

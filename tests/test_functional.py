@@ -7,21 +7,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from arrays import f64, half_ulp
+from arrays import f64
 from grids import fast_cases
 from jaxmp import functional
 from jaxmp.errors import JaxmpError
 
 DTYPES = [jnp.float32, jnp.bfloat16, jnp.float16]
 HALVES = DTYPES[1:]
-
-
-def assert_rounded_once(found, exact, *, fp32=4e-6):
-    """Checks that the error is half a unit in the last place, plus `fp32` for FP32 rounding."""
-    relative, absolute = half_ulp(found.dtype)
-    allowed = 1.01 * relative * np.abs(exact) + absolute + fp32 * (1 + np.abs(exact))
-    error = np.abs(f64(found) - exact)
-    assert (error <= allowed).all(), (error / allowed).max()
 
 
 # ---------------------------------------------------------------------------
