@@ -184,7 +184,7 @@ MUTATIONS = [
         "64-bit arrays of NumPy count whole in an estimate",
         "jaxmp/_tools/memory/__init__.py",
         "ShardedArgument(var.aval,",
-        "ShardedArgument(array,",
+        "ShardedArgument(leaf.value,",
         ("test_memory.py::test_state_is_exact",),
     ),
     # Plans.

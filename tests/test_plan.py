@@ -234,6 +234,9 @@ def test_the_search_finds_what_trying_each_batch_finds(memory, monkeypatch):
     row = program.largest()
     assert row.batch == max(fitting, default=1) and row.fits == bool(fitting)
     assert len(compiled) <= 16 and len(set(compiled)) == len(compiled)
+    assert not row.fallbacks
+    memory = lambda batch: LIMIT // 2
+    assert program.largest().fallbacks == ("it fits, and larger batches were not tried",)
 
 
 NO_MEMORY = types.SimpleNamespace(
@@ -417,7 +420,7 @@ def test_hosts_and_links_are_those_of_the_user():
     slow = compiled._replace(chip=with_links(h100, {"between": 20e9, "within": 200e9}))
     assert cost_of(slow, (), 2).bound == pytest.approx(sent / 100e9, rel=0.01)
     assert cost_of(slow, (), 4).bound == pytest.approx(sent / 10e9, rel=0.01)
-    with pytest.raises(TargetError, match="hosts=3 cannot have the same number of the 4 devices"):
+    with pytest.raises(TargetError, match="4 devices cannot be divided evenly among hosts=3"):
         cost_of(compiled, (), 3)
 
 
@@ -548,7 +551,7 @@ def test_without_a_network_or_equal_hosts_the_memory_is_known_and_the_bound_is_n
     chip = {"like": "h100", "name": "pairs", "domain": 2, "network": 0}
     for options, problem in (
         ({"targets": [chip]}, "the network between those of 'pairs' is not known"),
-        ({"targets": ["h100"], "hosts": 3}, "hosts=3 cannot have the same number"),
+        ({"targets": ["h100"], "hosts": 3}, "cannot be divided evenly among hosts=3"),
     ):
         report = jaxmp.plan(make, recipes=["bf16", "fp32"], cache=None, **options)
         row = report.rows[0]

@@ -4,9 +4,11 @@ import functools
 from collections import Counter
 from pathlib import Path
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from jax import lax
 from jax.experimental import pallas as pl
@@ -307,6 +309,17 @@ def test_each_client_names_the_consequence(name, around):
     assert len(warned) == 1
     # Their reports name it too.
     assert name not in ("with_stats", "memory") or result.unknown == ("jaxmp_test_unknown",)
+
+
+def test_a_validation_names_an_unknown_operation():
+    fn = unknown_operation("jaxmp_test_validated")
+    options = {"loss_fn": lambda model, x: jnp.square(fn(model(x))).mean(), "seeds": 1, "steps": 1}
+    options |= {"batches": lambda seed: [X], "optimizer": optax.sgd(0.1), "held_out": [X]}
+    with pytest.warns(jaxmp.errors.RecipeWarning, match="jaxmp_test_validated"):
+        report = jaxmp.validate(nn.Dense(len(X)), ["bf16"], compare_steps=[0], **options)
+    assert "jaxmp_test_validated at" in report.notes[0] and report.notes[0] in report.to_text(
+        width=500
+    )
 
 
 def test_the_documentation_names_every_construct():

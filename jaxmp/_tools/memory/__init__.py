@@ -236,6 +236,7 @@ def estimate_memory(
             if not isinstance(error, MissingDependencyError):
                 reason = reason.partition(". ")[0]
             kinds, least, most, unknown = _estimated(traced, state, arguments)
+            most += 0 if chip is not None and chip.platform != "gpu" else _WORKSPACE
     return MemoryEstimate(
         function=name,
         target=chip.name if chip else "",
@@ -310,4 +311,4 @@ def _estimated(
     error = ERRORS["several" if any(each.parts > 1 for each in arguments) else "one"]
     least, most = (state.total() + results + int(temporary * error[end]) for end in ("low", "high"))
     kinds = state + Counter(temporary=temporary, results=results)
-    return kinds, least, most + _WORKSPACE, tuple(sorted(liveness.unknown))
+    return kinds, least, most, tuple(sorted(liveness.unknown))

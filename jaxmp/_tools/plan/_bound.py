@@ -104,7 +104,8 @@ def cost_of(compiled: Compiled, attention: Iterable[Any], hosts: int | None = No
     program, chip, devices = Program(compiled.text), compiled.chip, compiled.devices
     if hosts:
         if devices % hosts:
-            raise TargetError(f"hosts={hosts} cannot have the same number of the {devices} devices")
+            counted = f"{devices} device{'s' * (devices > 1)}"
+            raise TargetError(f"{counted} cannot be divided evenly among hosts={hosts}")
         chip = chip._replace(domain=devices // hosts)
     flow = _hlo_matmuls.DataFlow(program)
     flops, moved, shares = Counter[str](), Counter[str](), shares_of(chip)

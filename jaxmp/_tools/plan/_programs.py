@@ -119,7 +119,10 @@ class Candidate(NamedTuple):
         while rows[-1].fits is not None:
             low, high = (rows[-1], high) if rows[-1].fits else (low, rows[-1])
             first, last = (row.batch or 0 if row else 0 for row in (low, high))
-            if last - first == 1 or first >= _MAX_BATCH:
+            if low and first >= _MAX_BATCH:
+                remark = "it fits, and larger batches were not tried"
+                return dataclasses.replace(low, fallbacks=(*low.fallbacks, remark))
+            if last - first == 1:
                 return low or rows[-1]
             guess = (first + last) // 2 if high else 2 * first
             if 1 < len(rows) < _LINEAR:

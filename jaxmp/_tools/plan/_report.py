@@ -48,7 +48,8 @@ class PlanRow:
       kernels: number of kernels that one step starts.
       flops: dtype in which the chip multiplies, or "attention" -> FLOPs per device.
       bytes: "matmuls", "attention", "collectives" or "other" kernels -> bytes that they access.
-      fallbacks: why kernels of the recipe's formats, or fused attention, are not used.
+      fallbacks: why kernels of the recipe's formats, or fused attention, are not used; and that the
+        search for the largest batch ended at its limit.
       lacking: the format of the recipe that the chip does not multiply natively, and a recipe that
         fits; "" if there is none.
       problem: why the program was not compiled, or has no bound because the network between its

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import TypeAlias
 
@@ -170,6 +170,27 @@ def check_directions(metrics: Mapping[str, str]) -> dict[str, str]:
     return dict(metrics)
 
 
+def check_metrics(
+    record: TrainingRecord, directions: Mapping[str, str], budgets: Iterable[Budget]
+) -> None:
+    """Checks that an evaluation returns the metrics that have a direction or a tolerance.
+
+    Raises:
+      ValidationError: if it does not.
+    """
+    metrics = list(record.evaluations)
+    for name in (*directions, *_tolerances(budgets)):
+        if name not in metrics and (name != TRAINING or name in directions):
+            raise ValidationError(
+                f"evaluate returns no metric {name!r}, which metrics or budgets name."
+                f"{_core.did_you_mean(name, metrics)} It returns {', '.join(map(repr, metrics))}."
+            )
+
+
+def _tolerances(budgets: Iterable[Budget]) -> list[str]:
+    return [name for each in budgets for name in (*each.relative, *each.absolute)]
+
+
 def choose_metrics(
     reference: Sequence[TrainingRecord],
     candidates: Sequence[TrainingRecord] = (),
@@ -189,18 +210,8 @@ def choose_metrics(
       candidates: records of all candidates.
       directions: declared directions by metric.
       budgets: budgets of all candidates.
-
-    Raises:
-      ValidationError: if the evaluation does not return a metric that has a name above.
     """
     metrics = list(reference[0].evaluations)
-    tolerances = [name for each in budgets for name in (*each.relative, *each.absolute)]
-    for name in (*directions, *tolerances):
-        if name not in metrics and (name != TRAINING or name in directions):
-            raise ValidationError(
-                f"evaluate returns no metric {name!r}, which metrics or budgets name."
-                f"{_core.did_you_mean(name, metrics)} It returns {', '.join(map(repr, metrics))}."
-            )
     absolute = {name for each in budgets for name in each.absolute}
 
     def choose(name: str) -> MetricChoice:
@@ -223,7 +234,8 @@ def choose_metrics(
     elif LOSS not in metrics:
         reason = f"The evaluation returns no loss; {names[0]} decides. {deciding.reason}"
         deciding = dataclasses.replace(deciding, reason=reason.strip())
-    others = [name for name in dict.fromkeys([*names, *tolerances]) if name in metrics]
+    names += _tolerances(budgets)
+    others = [name for name in dict.fromkeys(names) if name in metrics]
     return [deciding, *(choose(name) for name in others if name != deciding.name)]
 
 

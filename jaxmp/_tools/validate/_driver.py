@@ -14,6 +14,7 @@ import numpy as np
 from jaxmp import _core
 from jaxmp._policies import _recipe
 from jaxmp._tools.audit import _audit
+from jaxmp._tools.audit._rows import NOT_INSPECTED
 from jaxmp._tools.report._progress import OnRun, OnStep
 from jaxmp._tools.report._section import abbreviate, counted, grouped
 from jaxmp._tools.report._views import Interrupted
@@ -137,7 +138,7 @@ def _make_report(settings: Settings, results: Mapping[str, Trained]) -> _report.
         test=test,
         candidates=tuple(candidates),
         runs=tuple(record for trained in results.values() for record in trained.records),
-        notes=tuple(_notes(candidates, [metric.name for metric in metrics], reference.records[0])),
+        notes=tuple(_notes(candidates, [metric.name for metric in metrics], reference)),
     )
 
 
@@ -163,10 +164,13 @@ def _check_finite(reference: Sequence[_rows.TrainingRecord]) -> None:
 def _notes(
     candidates: Sequence[_rows.CandidateResult],
     metrics: Sequence[str],
-    record: _rows.TrainingRecord,
+    reference: Trained,
 ) -> Iterator[str]:
     """Yields the comparisons that were not made."""
-    others = [name for name in record.evaluations if name not in metrics]
+    unknown = (note for audit in reference.audits for note in audit.notes)
+    for note in dict.fromkeys(each for each in unknown if each.endswith(NOT_INSPECTED)):
+        yield f"{note[0].upper()}{note[1:]}, compared or rounded."
+    others = [name for name in reference.records[0].evaluations if name not in metrics]
     if others:
         yield f"No verdict uses {', '.join(others)}; declare metrics={{{others[0]!r}: 'max'}}."
     if not any(candidate.gradients for candidate in candidates):
@@ -405,6 +409,9 @@ class _Trainer:
         for seed in plan.seeds:
             records.append(train_one(seed))
             self.runs.append(records[-1])
+            _budget.check_metrics(
+                records[-1], self._settings.directions, self._settings.budgets.values()
+            )
         if records[0] is finished.get(plan.seeds[0]):
             result = self._settings.earlier[name]
 
