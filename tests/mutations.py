@@ -533,7 +533,7 @@ MUTATIONS = [
     Mutation(
         "an unknown operation with a jaxpr is not reported",
         "jaxmp/_programs/_interpreter.py",
-        "if self.consequence and name not in self._unknown and _constructs.is_unknown(equation):",
+        "if self.consequence and name not in self.unknown and _constructs.is_unknown(equation):",
         "if False:",
         (
             "test_programs.py::test_an_unknown_operation_with_a_jaxpr_is_reported_once",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -13,7 +12,7 @@ from jaxmp import _core, _programs
 from jaxmp._autocast._decide import Decision
 from jaxmp._autocast._resolve import IN_CUSTOM_VJP, AutocastConfig, ScopePolicy, path_of
 from jaxmp._autocast._values import Value, is_matmul, kernel_of
-from jaxmp._core import Array, _compat
+from jaxmp._core import Array, DTypeLike, _compat
 from jaxmp._policies._device import matmul_precision
 from jaxmp.fp8 import _explain as fp8_explain
 from jaxmp.fp8._dot_general import dot_general
@@ -49,9 +48,13 @@ def multiply(
     if wide == dtype:
         return _programs.bind(equation, arrays, **changes)
 
-    matmul = lambda *operands, **dtypes: _programs.bind(equation, list(operands), **dtypes)
-    narrow = functools.partial(matmul, preferred_element_type=dtype)
-    return _programs.wide_matmul(narrow, arrays[0], arrays[1], wide, *arrays[2:])
+    def matmul(*operands: Array, preferred_element_type: DTypeLike = dtype) -> Array:
+        dtypes = {"preferred_element_type": preferred_element_type}
+        return _programs.bind(equation, list(operands), **dtypes)
+
+    is_transposed = _programs.transposes_lhs(equation)
+    operands = arrays[0], arrays[1], wide, *arrays[2:]
+    return _programs.wide_matmul(matmul, *operands, is_transposed=is_transposed)
 
 
 def fp8_product(

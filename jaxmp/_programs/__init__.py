@@ -43,7 +43,7 @@ from jaxmp._programs._locations import (
 )
 from jaxmp._programs._matmuls import (
     MATMULS, MX_MATMUL, Matmul, attention_flops, count_flops, is_inner_product, is_outer_product,
-    kernel_matmuls, matmul_of, multiple_of, padded, wide_matmul,
+    kernel_matmuls, matmul_of, multiple_of, padded, transposes_lhs, wide_matmul,
 )
 from jaxmp._programs._observe import (
     ACTIVATIONS, DOTS, GRADIENTS, OPERANDS, SCALES, Key, Observer, modules_of,

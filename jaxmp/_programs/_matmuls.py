@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 import re
 from collections import Counter
@@ -208,23 +207,30 @@ def attention_flops(
     return 2 * batch * heads * pairs * (of_keys * sizes[0] + of_values * sizes[1])
 
 
-def wide_matmul(product: Callable[..., Array], *operands: Any) -> Array:
+def wide_matmul(
+    product: Callable[..., Array], *operands: Any, is_transposed: bool | None = None
+) -> Array:
     """Computes `_core.wide_product`, also where XLA's CPU compiler has no kernel for the result.
 
-    It refuses a matmul whose first operand is transposed: whose last dimension is not summed.
+    Args:
+      product, *operands: as in `_core.wide_product`.
+      is_transposed: True if the last dimension of the first operand is not summed, for which there
+        is no kernel; None to trace the product.
     """
 
     def multiply(*arrays: Array, **dtypes: Any) -> Array:
         if dtypes and _compat.target() == "cpu":
-            traced = jax.make_jaxpr(functools.partial(product, **dtypes))(*arrays)
-            if any(map(_transposes_lhs, equations(traced))):
+            is_traced = is_transposed is None
+            dots = equations(jax.make_jaxpr(product)(*arrays)) if is_traced else ()
+            if is_transposed or any(map(transposes_lhs, dots)):
                 return _core.widened_product(product, *arrays)
         return product(*arrays, **dtypes)
 
     return _core.wide_product(multiply, *operands)
 
 
-def _transposes_lhs(equation: _compat.JaxprEqn) -> bool:
+def transposes_lhs(equation: _compat.JaxprEqn) -> bool:
+    """Returns True for a `dot_general` whose first operand has a last dimension that is kept."""
     is_dot = equation.primitive.name == "dot_general"
     return is_dot and array_aval(equation.invars[0]).ndim - 1 not in dot_of(equation).contracted[0]
 

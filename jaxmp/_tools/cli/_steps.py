@@ -325,8 +325,6 @@ def _located(
         training, rows = f"training with {function}", islice(rest[-1], batches)
         with _busy(training):
             state, rest = _arguments.call(training, lambda: _failing(train_step, state, rows))
-    if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves((state, rest))):
-        raise JaxmpError(f"{function} returned shapes, and the step has to be run: return arrays.")
     with _busy(f"following the values of {function}"):
         return _arguments.call(
             f"the step of {function}", lambda: jaxmp.locate_nonfinite(train_step, state, *rest)
