@@ -486,9 +486,10 @@ def test_a_second_call_of_a_model_takes_few_steps():
     variables = model.init(jax.random.key(0), x)
     layers = nnx.Linear(4, 8, rngs=rngs), nnx.Linear(8, 4, rngs=rngs)
     of_nnx = recipe.wrap(nnx.Sequential(*layers))
-    for call, most in ((lambda: model.apply(variables, x), 92), (lambda: of_nnx(x), 81)):
+    for call, most in ((lambda: model.apply(variables, x), 92), (lambda: of_nnx(x), 82)):
         call()
-        assert 40 < len(functions_entered(call)) <= most
+        entered = functions_entered(call)
+        assert 40 < len(entered) <= most, sorted(entered)
 
 
 @pytest.mark.parametrize(
