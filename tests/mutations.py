@@ -427,9 +427,16 @@ MUTATIONS = [
     Mutation(
         "autocast rounds the operands of distances",
         "jaxmp/_programs/_distances.py",
-        "if site is not None and both <= norms}",
-        "if site is None}",
+        "if both <= norms}",
+        "if False}",
         ("test_autocast_magnified.py::test_the_matmul_of_distances_and_its_gradients_are_fp32",),
+    ),
+    Mutation(
+        "autocast multiplies in FP32 wherever the helper of a distance multiplies",
+        "jaxmp/_programs/_locations.py",
+        "else tuple(_calls(traceback))",
+        "else tuple(_calls(traceback))[:1]",
+        ("test_autocast_magnified.py::test_only_the_matmul_of_a_distance_is_fp32",),
     ),
     Mutation(
         "the audit takes a solver's small steps for a residual stream",
@@ -1581,9 +1588,9 @@ MUTATIONS = [
     ),
     Mutation(
         "a gradient without that of the FP8 states is silent",
-        "jaxmp/_gradients/_evaluate.py",
-        "_overwritten.has_states(inputs)",
-        "True",
+        "jaxmp/_gradients/_hints.py",
+        "if _is_differentiated(kernel) and not _is_differentiated(state):",
+        "if False:",
         ("test_fp8_nnx.py::test_a_split_model_requires_the_gradient_of_its_states",),
     ),
     Mutation(

@@ -184,6 +184,19 @@ def test_the_matmul_of_distances_and_its_gradients_are_fp32(product, recipe):
     ]
 
 
+def test_only_the_matmul_of_a_distance_is_fp32():
+    matmul = lambda a, b: a @ b
+
+    def loss(z, w):
+        squares = jnp.sum(z * z, -1)
+        distance = squares[:, None] + squares[None] - 2 * matmul(z, z.T)
+        return distance.sum() + matmul(z, w).sum()
+
+    z = POINTS + jnp.ones((40, 4))
+    report = jaxmp.audit(jax.grad(autocast(loss, "bf16")), z, jnp.ones((4, 8)))
+    assert {row.lhs for row in report.matmuls} == {"bfloat16", "float32"}
+
+
 # ---------------------------------------------------------------------------
 # Range of float16
 # ---------------------------------------------------------------------------

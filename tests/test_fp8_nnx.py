@@ -240,8 +240,9 @@ def test_plain_flax_gradients():
 
 def test_a_split_model_requires_the_gradient_of_its_states():
     """As the warning says, for `jaxmp.value_and_grad` of a function of variables."""
-    graph, params, own, rest = nnx.split(linear(), nnx.Param, OverwriteWithGradient, ...)
+    graph, params, own, rest = nnx.split(model := linear(), nnx.Param, OverwriteWithGradient, ...)
     x, value_and_grad = of_size(4, 8, 32), jaxmp.value_and_grad
+    value_and_grad(lambda x: loss_fn(model, x))(x)  # The model, such as a teacher, is not trained.
     with pytest.warns(RecipeWarning, match="split the model"):
         value_and_grad(lambda p: loss_fn(nnx.merge(graph, p, own, rest), x))(params)
     loss_of = lambda v: loss_fn(nnx.merge(graph, v["params"], v[STATE], rest), x)

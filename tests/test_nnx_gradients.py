@@ -487,8 +487,13 @@ def test_autocast_writes_to_flax_objects_in_the_dtypes_of_the_function():
     assert int(rngs.default.count[...]) == 2
     frozen = nnx.Linear(4, 4, rngs=rngs)
     jax.jit(lambda x: jaxmp.autocast(lambda model, x: model(x), "bf16")(frozen, x))(X)
-    with pytest.warns(jaxmp.errors.RecipeWarning, match="adds 'new' to a Flax object"):
-        jaxmp.autocast(lambda model: setattr(model, "new", nnx.Param(X)), "bf16")(frozen)
+    for text, name, value in (
+        ("adds 'new' to", "new", nnx.Param(X)),
+        ("use_bias' of", "use_bias", 0),
+    ):
+        write = functools.partial(lambda name, value, m: setattr(m, name, value), name, value)
+        with pytest.warns(jaxmp.errors.RecipeWarning, match=f"{text} a Flax object"):
+            jaxmp.autocast(write, "bf16")(frozen)
 
 
 @pytest.mark.usefixtures("check_leaks")

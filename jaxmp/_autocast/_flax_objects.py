@@ -16,6 +16,9 @@ import numpy as np
 from jaxmp import _core
 from jaxmp._core import PyTree
 
+# Types of attributes such as that of `Module.eval`.
+_PYTHON = bool, int, float, str, type(None)
+
 
 @dataclasses.dataclass(frozen=True)
 class _Position:
@@ -63,14 +66,18 @@ class Writing:
         objects = self.nnx.merge(self.graphdef, state)
         put = lambda leaf: objects[leaf.index] if isinstance(leaf, _Position) else leaf
         args, kwargs = jax.tree.map(put, (args, kwargs))
-        before = self._values(objects)
+        before, settings = self._values(objects), self._leaves(objects, _PYTHON)
         out = self.fn(*args, **kwargs)
         after = self._values(objects)
-        if new := after.keys() - before.keys():
-            name = "/".join(map(str, next(iter(new))[1:]))
+        lost = [("adds {!r} to", path) for path in after if path not in before]
+        for path, new in self._leaves(objects, _PYTHON).items():
+            old = settings.get(path)
+            lost += [("changes {!r} of", path)] if new is not old and new != old else []
+        for text, path in lost[:1]:
+            name = "/".join(map(str, path[1:]))
             _core.warn_user(
-                f"The function adds {name!r} to a Flax object, and autocast updates only what "
-                "exists. Return the value, or create it before the call.",
+                f"The function {text.format(name)} a Flax object, and autocast updates only arrays "
+                "that exist. Return the value, or write it before the call.",
                 repeats=False,
             )
         self.paths = [path for path, old in before.items() if after.get(path, old) is not old]
@@ -78,8 +85,10 @@ class Writing:
         self.count = len(jax.tree.leaves(values))
         return out, values
 
-    def _leaves(self, objects: Sequence[Any]) -> dict[tuple[Any, ...], Any]:
-        kinds = self.nnx.Variable, jax.Array, np.ndarray
+    def _leaves(
+        self, objects: Sequence[Any], kinds: tuple[type, ...] = ()
+    ) -> dict[tuple[Any, ...], Any]:
+        kinds = kinds or (self.nnx.Variable, jax.Array, np.ndarray)
         graph = self.nnx.iter_graph(tuple(objects))
         return {path: leaf for path, leaf in graph if isinstance(leaf, kinds)}
 

@@ -29,12 +29,12 @@ class TracedLoss(NamedTuple):
     """Loss that a jaxmp function traces, and differentiates afterwards.
 
     is_scaled: True if its gradient will be scaled.
-    has_states: True if its differentiated arguments contain states of FP8 layers.
+    traces: those that its differentiated arguments belong to.
     mark: that of the optimizer's loss scale.
     """
 
     is_scaled: bool
-    has_states: bool
+    traces: frozenset[Any]
     mark: Mark
 
 
@@ -49,6 +49,18 @@ def traced_loss(loss: TracedLoss) -> Iterator[None]:
         yield
     finally:
         traced.reset(token)
+
+
+def traces_of(tree: PyTree) -> frozenset[Any]:
+    """Returns the traces that the leaves of a tree belong to."""
+    return frozenset(map(_compat.trace_of, jax.tree.leaves(tree))) - {None}
+
+
+def _is_differentiated(tree: PyTree) -> bool:
+    """Returns True if a loss is traced for its gradient with respect to a leaf."""
+    if (loss := traced.get()) is not None:
+        return not loss.traces.isdisjoint(traces_of(tree))
+    return any(_compat.gradient_trace(leaf) is not None for leaf in jax.tree.leaves(tree))
 
 
 def is_in_loss(tree: PyTree) -> bool:
@@ -103,10 +115,7 @@ def expect_state(kernel: jax.Array, state: PyTree) -> None:
       kernel: its kernel.
       state: its amaxes, whose gradient is the next state.
     """
-    loss, trace = traced.get(), _compat.gradient_trace(kernel)
-    of_state = map(_compat.gradient_trace, jax.tree.leaves(state))
-    is_missing = trace is not None and not any(of_state) if loss is None else not loss.has_states
-    if is_missing:
+    if _is_differentiated(kernel) and not _is_differentiated(state):
         _core.warn_user(
             "The gradient of an FP8 model is computed without that of its states, which is their "
             "value in the next step. They do not change: each step measures all tensors again, or "

@@ -12,7 +12,7 @@ from jaxmp._core import _compat
 from jaxmp._programs._analysis import Forward
 from jaxmp._programs._constructs import CONSTRUCTS
 from jaxmp._programs._interpreter import Frame
-from jaxmp._programs._locations import call_site
+from jaxmp._programs._locations import call_stack
 from jaxmp._programs._matmuls import is_inner_product
 from jaxmp._programs._operations import exponent_of
 
@@ -31,7 +31,7 @@ class _Terms(NamedTuple):
     source: the variable that it is, up to its layout and a factor.
     square: the variable of which it is the square, or None.
     norms: variables whose squares it sums.
-    dots: (call site, the two operands) of the matmuls that it contains.
+    dots: (equation, the two operands) of the matmuls that it contains.
     """
 
     source: Any
@@ -43,7 +43,7 @@ class _Terms(NamedTuple):
 class _Distances(Forward):
     def __init__(self) -> None:
         super().__init__()
-        self.sites: set[Any] = set()
+        self.found: set[Any] = set()
 
     def equation(
         self, equation: _compat.JaxprEqn, operands: list[Any], frame: Frame
@@ -67,14 +67,14 @@ class _Distances(Forward):
         if name == "dot_general" and is_product and is_inner_product(equation):
             return [result._replace(norms=frozenset(sources[:1]))]
         if name == "dot_general":
-            dot = call_site(equation), frozenset(sources[:2])
+            dot = equation, frozenset(sources[:2])
             return [result._replace(dots=frozenset([dot]))]
         if name in _ADDS:
             norms = frozenset().union(*(each.norms for each in terms))
             dots = frozenset().union(*(each.dots for each in terms))
             if len(dots) > _MOST_DOTS:
                 return [None]
-            self.sites |= {site for site, both in dots if site is not None and both <= norms}
+            self.found |= {call_stack(dot) for dot, both in dots if both <= norms} - {()}
             return [result._replace(norms=norms, dots=dots)]
         return [None]
 
@@ -83,8 +83,8 @@ class _Distances(Forward):
         return [_Terms(var) if terms is None else terms for var, terms in pairs]
 
 
-def distance_sites(jaxpr: _compat.Jaxpr | _compat.ClosedJaxpr) -> set[Any]:
-    """Returns the call sites of the matmuls of distances, which are also those of gradients."""
+def distance_calls(jaxpr: _compat.Jaxpr | _compat.ClosedJaxpr) -> set[Any]:
+    """Returns the call stacks of the matmuls of distances, which are also those of gradients."""
     distances = _Distances()
     distances.run(jaxpr, [None] * len(_compat.jaxpr_body(jaxpr)[0].invars))
-    return distances.sites
+    return distances.found

@@ -6,7 +6,7 @@ import functools
 import os
 import sys
 import sysconfig
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from types import CodeType
 from typing import Any, NamedTuple
 
@@ -141,8 +141,15 @@ def call_site(equation: _jaxprs.Equation) -> tuple[CodeType, int] | None:
     traceback = equation.source_info.traceback
     if traceback is None:
         return None
-    codes, instructions = traceback.raw_frames()
-    for code, instruction in zip(codes, instructions, strict=True):
-        if not code.co_filename.startswith(_HIDDEN):
-            return code, instruction
-    return None
+    return next(_calls(traceback), None)
+
+
+def call_stack(equation: _jaxprs.Equation) -> tuple[tuple[CodeType, int], ...]:
+    """Returns all such calls, the innermost first, which are also those of its gradients."""
+    traceback = equation.source_info.traceback
+    return () if traceback is None else tuple(_calls(traceback))
+
+
+def _calls(traceback: Any) -> Iterator[tuple[CodeType, int]]:
+    frames = zip(*traceback.raw_frames(), strict=True)
+    return (frame for frame in frames if not frame[0].co_filename.startswith(_HIDDEN))

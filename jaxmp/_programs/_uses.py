@@ -18,10 +18,10 @@ from jaxmp._core import _compat
 from jaxmp._core._compat import ClosedJaxpr, Jaxpr, JaxprEqn
 from jaxmp._programs._analysis import Backward
 from jaxmp._programs._constructs import CONSTRUCTS, OPAQUE_CALLS
-from jaxmp._programs._distances import distance_sites
+from jaxmp._programs._distances import distance_calls
 from jaxmp._programs._interpreter import Frame, Place
 from jaxmp._programs._jaxprs import BACKWARD, array_aval, is_literal, phase_of
-from jaxmp._programs._locations import call_site
+from jaxmp._programs._locations import call_stack
 from jaxmp._programs._matmuls import MATMULS, is_inner_product, is_outer_product
 from jaxmp._programs._operations import axes_of, count_of_keys, dot_of, exponent_of
 
@@ -171,7 +171,7 @@ class Uses(Backward):
         body, place = _compat.jaxpr_body(jaxpr)[0], place or Place()
         key = id(body), tuple(results), place.phase
         if self._distances is None:
-            self._distances = distance_sites(body)
+            self._distances = distance_calls(body)
         if key not in self.known:
             for equation in body.eqns:
                 if equation.primitive.name == "transpose":
@@ -183,7 +183,7 @@ class Uses(Backward):
             facts = super().facts(body, results, place, state)
             for equation in body.eqns if self._distances else ():
                 is_dot = equation.primitive.name == "dot_general"
-                if is_dot and call_site(equation) in self._distances:
+                if is_dot and call_stack(equation) in self._distances:
                     var = equation.outvars[0]
                     facts[var] = facts.get(var, _NONE) | _DISTANCE
             self.known[key] = body, facts

@@ -59,11 +59,6 @@ def names_of_state(node: Mapping[str, Any]) -> frozenset[str]:
     return next((names for names in (_LEAVES, prefixed) if node.keys() >= names), frozenset())
 
 
-def has_states(tree: PyTree) -> bool:
-    """Returns True if a tree contains the state of an FP8 layer."""
-    return bool(_layer_states(jax.tree.structure(tree)))
-
-
 def join(params: PyTree, state: PyTree, like: PyTree) -> PyTree:
     """Joins parameters and state that `split` returned; other collections come from `like`."""
     if state is None:

@@ -142,12 +142,17 @@ def declares_pytree(cls: type, base: type) -> bool | None:
     return None if option == getattr(base, "_pytree__is_pytree", True) else option
 
 
+def trace_of(leaf: Any) -> Any:
+    """Returns the trace that a value belongs to; None for other values."""
+    return leaf._trace if isinstance(leaf, jax.core.Tracer) else None
+
+
 def gradient_trace(leaf: Any) -> Any:
     """Returns the trace of `jax.grad`, or a similar transformation, that a value belongs to.
 
     It is None for other values. The names of the classes are those of JAX 0.10 to 0.12.
     """
-    return leaf._trace if type(leaf).__name__ in ("JVPTracer", "LinearizeTracer") else None
+    return trace_of(leaf) if type(leaf).__name__ in ("JVPTracer", "LinearizeTracer") else None
 
 
 # ---------------------------------------------------------------------------
