@@ -1611,6 +1611,13 @@ MUTATIONS = [
         ("test_autocast_linalg.py::test_a_filter_computes_its_covariance_in_fp32",),
     ),
     Mutation(
+        "autocast keeps a network in front of a filter in FP32",
+        "jaxmp/_programs/_uses.py",
+        "else use & _CHAINED",
+        "else use & (_CHAINED | _SOLVED)",
+        ("test_autocast_linalg.py::test_a_filter_computes_its_covariance_in_fp32",),
+    ),
+    Mutation(
         "the fix of a gather does not split the copy",
         "jaxmp/_tools/audit/_check_sharding.py",
         "PartitionSpec({spec})",

@@ -42,12 +42,13 @@ _WHY_WIDE = {
     Use.ORDER: "a choice depends on its result",
     Use.LOSS: "a loss reads its result",
     Use.SOLVED: "a factorization or a solve reads its result",
+    Use.CHAINED: "a factorization or a solve reads a linear function of its result",
     Use.DISTANCE: "a distance is the difference of norms and of its result",
     Use.MAGNIFIED: "a logarithm, a root or a quotient magnifies its rounding",
     Use.RESULT: "the function returns it",
 }
 # Uses of the result of a matmul that multiplies its FP32 operands as they are.
-_IN_FP32 = Use.SOLVED | Use.DISTANCE
+_IN_FP32 = Use.SOLVED | Use.CHAINED | Use.DISTANCE
 
 
 def is_identity(equation: _compat.JaxprEqn) -> bool:

@@ -42,8 +42,8 @@ class Use(enum.IntFlag):
     MAGNIFIED = enum.auto()
     # A factorization or a solve follows, whose error is that of the matrix times its condition.
     SOLVED = enum.auto()
-    # The same, and all operations in between are linear, such as those of a Kalman filter's
-    # covariance: the rounding of every factor reaches the solve.
+    # The same through matmuls, but all operations in between are linear, such as those of a Kalman
+    # filter's covariance: the rounding of every factor reaches the solve.
     CHAINED = enum.auto()
     # A sum, and a matmul with several columns, read it: an exponential with both is attention.
     SUMMED = enum.auto()
@@ -58,7 +58,7 @@ def _named(names: str) -> frozenset[str]:
 
 DECISIONS = Use.LOSS | Use.ORDER | Use.SOFTMAX
 # Uses for which a value should not be rounded.
-SENSITIVE = DECISIONS | Use.RESULT | Use.MAGNIFIED | Use.SOLVED | Use.DISTANCE
+SENSITIVE = DECISIONS | Use.RESULT | Use.MAGNIFIED | Use.SOLVED | Use.CHAINED | Use.DISTANCE
 # The flags as integers: Python computes with `enum.IntFlag` ten times as slowly.
 _NONE, _RESULT, _LOSS, _ORDER, _SOFTMAX = map(int, (Use.NONE, *Use)[:5])
 _MAGNIFIED, _SOLVED, _CHAINED, _SUMMED, _PRODUCT, _DISTANCE = map(int, (Use.NONE, *Use)[5:])
@@ -210,7 +210,7 @@ class Uses(Backward):
         if name in MATMULS and not is_sum and not is_outer_product(equation):
             # The Gram matrix of rounded rows is one of other rows, and positive definite.
             is_gram = len({self._transposed.get(v, v) for v in equation.invars[:2]}) == 1
-            solved = _NONE if is_gram or not use & _CHAINED else _SOLVED | _CHAINED
+            solved = _NONE if is_gram else use & _CHAINED
             return [_of_factor(equation, n) | solved for n in range(count)]
         if is_sum:
             used = [_of_summand(equation, use)] * count

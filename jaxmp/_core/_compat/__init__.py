@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 from jax import lax
+from jax.core import Tracer
 from jax.experimental import topologies
 from jax.experimental.layout import Layout, with_layout_constraint
 from jax.interpreters import batching, mlir
@@ -144,7 +145,7 @@ def declares_pytree(cls: type, base: type) -> bool | None:
 
 def trace_of(leaf: Any) -> Any:
     """Returns the trace that a value belongs to; None for other values."""
-    return leaf._trace if isinstance(leaf, jax.core.Tracer) else None
+    return leaf._trace if isinstance(leaf, Tracer) else None
 
 
 def gradient_trace(leaf: Any) -> Any:

@@ -263,8 +263,8 @@ def _is_fp32_by_design(op: OpOccurrence, matmul: _programs.Matmul, audit: Audito
     a spectral norm requires FP32, too, and has few operations.
     """
     key, use = _Exact(op.location.names, op.line), audit.use_of(op.result)
-    is_exact = bool(use & (_programs.Use.SOLVED | _programs.Use.DISTANCE))
-    is_exact |= _dataflow.is_of_power_iteration(op, use)
+    fp32 = _programs.Use.SOLVED | _programs.Use.CHAINED | _programs.Use.DISTANCE
+    is_exact = bool(use & fp32) or _dataflow.is_of_power_iteration(op, use)
     if is_exact or _is_selection(op, use, audit):
         audit.collected[_Exact].append(key)
     return _checks.is_internal_matmul(op, matmul) or key in audit.collected[_Exact]
