@@ -240,16 +240,16 @@ def test_the_json_of_recipes_and_settings(command):
         ),
         (
             ["validate", "my_model.py:make_rum"],
-            "function 'make_rum'. Did you mean 'make'? It has the form:\n"
+            "function 'make_rum'. Did you mean 'make'? Write it in this form:\n"
             "    def make_rum(recipe, seed):",
         ),
         (
             ["validate", "my_model:make"],
-            "my_model:make has the parameters (). It has the form:\n    def make(recipe, seed):",
+            "my_model:make has the parameters (). Write it in this form:\n    def make(recipe, seed):",
         ),
         (
             ["memory", "my_model:brokem", "--recipe", "bf16"],
-            "a function 'brokem'. Did you mean 'broken'? It has the form:\n    def brokem():",
+            "a function 'brokem'. Did you mean 'broken'? Write it in this form:\n    def brokem():",
         ),
         (
             ["memory", "f:make", "--exact", "--estimate"],

@@ -188,7 +188,7 @@ def load_function(
     sys.argv = [file or module_name]
     module = call(f"importing {module_name!r}", lambda: _import(file, module_name))
     made = getattr(module, function, None)
-    form = f" It has the form:\n    def {function}({parameters}):\n        return {returned}"
+    form = f" Write it in this form:\n    def {function}({parameters}):\n        return {returned}"
     if not callable(made):
         defined = [key for key, value in vars(module).items() if callable(value)]
         hint = _core.did_you_mean(function, defined)
