@@ -104,6 +104,7 @@ def _batched(
     return _partitioned(whole), dict.fromkeys(arrays, True)
 
 
+# One function object for the same arrays, so that JAX finds its earlier trace.
 @functools.cache
 def _identity(names: tuple[str, ...], shapes: tuple[tuple[int, ...], ...]) -> Callable[..., Any]:
     """Returns the identity function of arrays with these names and shapes, with a sharding rule."""

@@ -239,6 +239,7 @@ def declaration_of(name: str) -> Declaration | None:
     return Declaration(mask, (int(window[0]), int(window[1])) if window else None)
 
 
+# One function object for each name, so that JAX finds its earlier trace.
 @functools.cache
 def _marker(name: str) -> Callable[..., Any]:
     def declare(query: jax.Array, mask: jax.Array) -> jax.Array:

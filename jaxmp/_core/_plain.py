@@ -37,6 +37,7 @@ def from_plain(cls: type[T], data: Mapping[str, Any]) -> T:
     return cls(**{name: _restored(value, hints.get(name)) for name, value in data.items()})
 
 
+# Evaluating annotations takes longer than reading a report.
 @functools.cache
 def _hints(cls: type) -> dict[str, Any]:
     return typing.get_type_hints(cls)

@@ -130,12 +130,14 @@ _NUMBERS = {
 }
 
 
+# Tools read the table of chips many times.
 @functools.cache
 def targets() -> dict[str, Target]:
     """Returns name -> chip for the chips of `chips.toml`."""
     return {name: _target(name, _complete(name, _tables())) for name in _tables()}
 
 
+# The file does not change while the package is imported.
 @functools.cache
 def _tables() -> dict[str, dict[str, Any]]:
     return tomllib.loads(_FILE.read_text("utf-8"))

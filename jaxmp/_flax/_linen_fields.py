@@ -179,6 +179,7 @@ def _dot_fields(module: nn.Module, module_policy: ModulePolicy) -> dict[str, Any
     return fields
 
 
+# Each call of a layer asks for it.
 @functools.cache
 def _default_of(cls: type[nn.Module], name: str) -> Any:
     """Returns the default value of a field."""

@@ -64,6 +64,7 @@ def modules_in(value: object) -> list[nn.Module]:
     return [leaf for leaf in jax.tree.leaves(value) if isinstance(leaf, nn.Module)]
 
 
+# `issubclass` is slow for abstract classes, and each field of a module asks for it.
 @functools.cache
 def _may_contain_modules(cls: type) -> bool:
     return issubclass(cls, (nn.Module, tuple, list, Mapping))
@@ -122,6 +123,7 @@ class Root:
         return self._module_policies[key]
 
 
+# Models with equal policies share what was resolved for their modules.
 make_root = functools.cache(Root)
 
 
@@ -137,6 +139,7 @@ class Plain(NamedTuple):
 # ---------------------------------------------------------------------------
 
 
+# Each call of a module asks for it.
 @functools.cache
 def _is_bridge(cls: type) -> bool:
     """Returns True for subclasses of `flax.nnx.bridge.ToLinen`, which may not be imported."""

@@ -199,6 +199,7 @@ def _is_ordinary(variable: nnx.Variable[Any]) -> bool:
     return not (getattr(variable, "ref", False) or getattr(variable, "hijax", False))
 
 
+# One class for each class of Variables, which JAX compares in pytrees.
 @functools.cache
 def _cast_class(cls: type) -> Any:
     """Returns the subclass of a Variable class whose objects write to their source."""

@@ -38,6 +38,7 @@ class TracedLoss(NamedTuple):
     mark: Mark
 
 
+# The loss that is traced; models in it are not passed it.
 traced = contextvars.ContextVar[TracedLoss | None]("traced", default=None)
 
 

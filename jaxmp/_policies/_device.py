@@ -54,6 +54,7 @@ def _check_device(policies: Policies) -> None:
         _warn_of(lacks.name, device, other + "_params" * (policies.default.param_dtype == lacks))
 
 
+# Each call of a model asks for it.
 @functools.cache
 def computes_in(policies: Policies, dtype: np.dtype) -> bool:
     """Returns True if the default policy or a rule has this compute dtype."""
@@ -61,12 +62,14 @@ def computes_in(policies: Policies, dtype: np.dtype) -> bool:
     return any(field == "compute_dtype" and each == dtype for _, field, each in names)
 
 
+# Each call of a model asks for it.
 @functools.cache
 def computes_in_16_bits(policies: Policies) -> bool:
     """Returns True if the default policy or a rule computes in 16 bits."""
     return any(computes_in(policies, dtype) for dtype in _core.FLOATS_16BIT)
 
 
+# Warns once of each combination.
 @functools.cache
 def _warn_of(dtype: str, device: str, recipe: str) -> None:
     _core.warn_user(

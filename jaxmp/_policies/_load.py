@@ -245,6 +245,7 @@ def _from_policies(policies: PolicyMap) -> RecipeData:
 # ---------------------------------------------------------------------------
 
 
+# Each call of `autocast` or `audit` may name a recipe, whose file is parsed and checked.
 @functools.lru_cache(maxsize=64)
 def _load_name(name: str) -> RecipeData:
     return _build(_read_layers(f"{name}.toml", shipped()[name]))
@@ -375,6 +376,7 @@ def first_steps(data: RecipeData) -> list[int]:
     return [0, *(phase.from_step for phase in data.phases)]
 
 
+# Equal policies are one object for each phase, by which wrapped classes are found again.
 @functools.lru_cache(maxsize=64)
 def phase_data(data: D, number: int) -> D:
     """Returns phase `number` of a recipe as a recipe. The number 0 is the time before the first."""

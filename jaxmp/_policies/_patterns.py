@@ -32,6 +32,7 @@ def path_string(path: str | Iterable[str | int]) -> str:
     return path if isinstance(path, str) else "/".join(map(str, path))
 
 
+# A model matches each rule with the path of each layer.
 @functools.lru_cache(maxsize=4096)
 def compile_pattern(pattern: str) -> re.Pattern[str]:
     """Compiles a path pattern to a regular expression that must match a whole path.
@@ -122,6 +123,7 @@ def _pattern_error(pattern: str, problem: str) -> RuleError:
 # ---------------------------------------------------------------------------
 
 
+# Read for each layer and rule.
 @functools.lru_cache(maxsize=4096)
 def module_type_names(module_type: ModuleType) -> tuple[str, ...]:
     """Returns the class names that a rule may use for a module: its class and the base classes."""
@@ -132,6 +134,7 @@ def module_type_names(module_type: ModuleType) -> tuple[str, ...]:
     return tuple(cls.__name__ for cls in module_type.__mro__ if cls is not object)
 
 
+# Read for each layer and rule.
 @functools.lru_cache(maxsize=4096)
 def compile_type_pattern(pattern: str) -> re.Pattern[str]:
     """Compiles a pattern of class names, which may contain `*` and `?`."""
@@ -163,6 +166,7 @@ _BASE_MODULES = frozenset(
 )
 
 
+# Each call of a module reads them, and `inspect.signature` is slow.
 @functools.cache
 def methods_of(cls: type) -> dict[str, Arguments]:
     """Returns name -> arguments for the methods of a module class, without Flax's base classes."""
@@ -197,6 +201,7 @@ def _arguments(method: Callable[..., Any], is_flax: bool) -> Arguments | None:
     )
 
 
+# Each call of a module reads them.
 @functools.cache
 def own_inputs(cls: type, names: Names) -> Names:
     """Returns the entries of `keep_inputs` that some method of a module class accepts."""

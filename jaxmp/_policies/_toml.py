@@ -330,6 +330,7 @@ class Setting(NamedTuple):
 # ---------------------------------------------------------------------------
 
 
+# The files do not change while the package is imported.
 @functools.lru_cache(maxsize=1)
 def shipped() -> dict[str, Traversable]:
     """Returns name -> file of the recipes in the package, or next to it in a source checkout."""

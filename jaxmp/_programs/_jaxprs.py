@@ -129,6 +129,7 @@ def is_literal(var: Atom) -> bool:
     return isinstance(var, _compat.Literal)
 
 
+# The operations of a layer share a name stack.
 @functools.lru_cache(maxsize=65536)
 def scope_names(name_stack: str) -> Path:
     """Returns the named scopes of a name stack as in the forward pass, without transformations.

@@ -283,6 +283,7 @@ def _is_float(aval: Any) -> bool:
     return hasattr(aval, "dtype") and _is_floating(aval.dtype)
 
 
+# Each operand asks for it, and `issubdtype` is slow.
 @functools.cache
 def _is_floating(dtype: Any) -> bool:
     return jnp.issubdtype(dtype, jnp.floating)

@@ -108,6 +108,7 @@ def dot_general(scaling: ScalingLike = None, *, kernel: str = "rhs") -> Callable
     return _maker(scaling, kernel)
 
 
+# One function object for each scaling, because Flax compares the fields of modules.
 @functools.lru_cache(maxsize=256)
 def _maker(scaling: Scaling, kernel: str) -> Callable[..., jax.Array]:
     def fp8_dot_general(

@@ -155,6 +155,7 @@ class Record(NamedTuple):
     otherwise: dict[str, int]
 
 
+# The record of the innermost block that records; the functions that it traces are not passed it.
 _record: contextvars.ContextVar[Record | None] = contextvars.ContextVar(
     "jaxmp_fp8_record", default=None
 )

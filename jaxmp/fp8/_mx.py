@@ -187,6 +187,7 @@ def _dequantized(values: jax.Array, exponents: jax.Array, dtype: DTypeLike) -> j
     return lax.convert_element_type(scaled.reshape(values.shape), dtype)
 
 
+# One function object for each dtype, so that JAX finds its earlier trace.
 @functools.cache
 def _scaled_matmul(dtype: DTypeLike) -> Callable[..., jax.Array]:
     """Returns `jax.nn.scaled_matmul` with support for `vmap` over some of its operands.

@@ -160,6 +160,7 @@ def amax(x: jax.Array, axes: tuple[int, ...] | None = None) -> jax.Array:
     return lax.bitcast_convert_type(largest, _core.FLOAT32)
 
 
+# One function object for the same sizes, so that JAX finds its earlier trace.
 @functools.cache
 def _state_maxima(leading: int, count: int) -> Any:
     """Returns a function of a tensor and the age of its state that measures the tensor.

@@ -184,11 +184,13 @@ _PLAIN = _checks.named(
 _SPECIAL = (ConditionalFinding, Fact, _dataflow.Power, Reduction16Bit, Stream)
 
 
+# Asked for each label of each operation, where `issubclass` is slow.
 @functools.cache
 def _is_special(cls: type) -> bool:
     return issubclass(cls, _SPECIAL)
 
 
+# Asked for each label of each operation, where `issubclass` is slow.
 @functools.cache
 def _is_lineage(cls: type) -> bool:
     return issubclass(cls, _dataflow.LINEAGE)

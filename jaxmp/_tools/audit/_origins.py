@@ -68,6 +68,7 @@ def fix_operation(op: OpOccurrence, back: str = "", through: frozenset[str] = _E
     return "\n".join([*lines, *([f"{sentence}:\n    {code}"] if code else [])])
 
 
+# Many findings have the same code.
 @functools.lru_cache(maxsize=256)
 def _widened_calls(code: str) -> str:
     """Returns the names of the functions whose operands some code casts to FP32."""
@@ -288,6 +289,7 @@ def call_and_type(equation: _programs.Equation, name: str = "") -> tuple[Any, st
     return _programs.call_site(equation), name or equation.primitive.name, _checks.dtype_of(result)
 
 
+# Each finding in a jaxpr reads all of its shapes.
 @functools.lru_cache(maxsize=8)
 def shapes_by_source(body: _programs.Body) -> dict[tuple[Any, str, Any], set[tuple[int, ...]]]:
     """Returns the shapes of the results in the forward pass of a jaxpr, by their source."""

@@ -20,6 +20,7 @@ from jaxmp._tools.fixes._source import Expression
 _WIDE = ast.Attribute(ast.Name("jnp"), "float32")
 
 
+# Several checks ask for the function of one expression.
 @functools.lru_cache(maxsize=256)
 def known_function(expression: Expression) -> tuple[str, _functions.Function | None]:
     """Returns the full name and the row of the table of the function that an expression calls."""
@@ -47,6 +48,7 @@ def in_fp32(expression: Expression) -> str:
     return expression.replaced_by(wide_code(expression))
 
 
+# Several checks ask for the code of one expression.
 @functools.lru_cache(maxsize=256)
 def wide_code(expression: Expression) -> str:
     """Returns code that computes an expression in FP32, or "" for an unknown function."""

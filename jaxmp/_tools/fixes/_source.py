@@ -161,6 +161,7 @@ def expression_of(op: Any) -> Expression:
     return UNKNOWN
 
 
+# Several findings are in one function.
 @functools.lru_cache(maxsize=64)
 def _positions(code: CodeType) -> list[tuple[int | None, ...]]:
     """Returns the lines and columns of all instructions, which takes long for a long function."""
@@ -223,6 +224,7 @@ def _parsed(
     return _parsed_text(b"".join(lines).decode().strip())
 
 
+# Several operations come from one expression.
 @functools.lru_cache(maxsize=256)
 def _parsed_text(text: str) -> ast.expr | None:
     try:
@@ -235,6 +237,7 @@ def _parsed_text(text: str) -> ast.expr | None:
 _unparsed = functools.lru_cache(maxsize=256)(ast.unparse)
 
 
+# Findings of a report are in few files.
 @functools.lru_cache(maxsize=16)
 def _tree(text: str) -> ast.Module:
     """Returns the syntax tree of a file; an empty one if it is not Python."""
@@ -244,6 +247,7 @@ def _tree(text: str) -> ast.Module:
         return ast.Module([], [])
 
 
+# Findings of a report are in few files.
 @functools.lru_cache(maxsize=16)
 def _imports(text: str) -> dict[str, str]:
     """Returns the names that a file imports from libraries, with their full names.

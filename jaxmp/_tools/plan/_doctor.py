@@ -193,6 +193,7 @@ def read_machine() -> Machine:
     )
 
 
+# Starts a process.
 @functools.cache
 def _nvidia() -> tuple[tuple[str, ...], str, int, float]:
     """Returns the GPUs and the driver that `nvidia-smi` prints, and memory and clock of the first.

@@ -65,6 +65,7 @@ class TensorStats:
     formats: dict[str, Rounding]
 
 
+# Read for each tensor and format.
 @functools.cache
 def _range_of(name: str) -> tuple[int, int]:
     """Returns the FP32 bits that round to 0 at most, and those that round to a finite number."""

@@ -191,6 +191,7 @@ def seeds_needed(deviation: float, budget: float, candidates: int = 1) -> int:
     return next((n for n in counts if deviation * _reach(n, candidates, power) <= budget), 0)
 
 
+# A search over seeds asks for it again, and it may be simulated.
 @functools.cache
 def _reach(seeds: int, candidates: int, power: float) -> float:
     """Returns the upper bound that a share of samples of a standard normal does not exceed.
