@@ -19,6 +19,7 @@ from jaxmp._core import _compat
 from jaxmp.errors import AttentionError
 
 _log = logging.getLogger("jaxmp.attention")
+# (implementation, reason) of the messages that were logged: once each in a process.
 _logged: set[tuple[str, str]] = set()
 
 # Reason if the caller named the implementation.

@@ -118,6 +118,7 @@ def _check_unbound(model: nn.Module) -> None:
 # Wrapped classes
 # ---------------------------------------------------------------------------
 
+# Arguments of `wrapped_class` -> the class, until the process ends.
 _classes: dict[tuple[type, _load.PolicyMap, _linen_interceptor.Path], type] = {}
 _classes_lock = threading.Lock()
 

@@ -39,6 +39,7 @@ from jaxmp._policies._load import PolicyMap
 # Classes
 # ---------------------------------------------------------------------------
 
+# Class of the author -> its wrapped class, until the process ends.
 _classes: dict[type, type] = {}
 _classes_lock = threading.Lock()
 
