@@ -16,7 +16,7 @@ import pytest
 
 import jaxmp
 from grids import EXPENSIVE
-from jaxmp._tools.cli import _arguments
+from jaxmp._tools.cli import _arguments, _outputs
 from jaxmp.checkpoint import Checkpointer
 
 ROOT = Path(__file__).parents[1]
@@ -355,7 +355,7 @@ def test_each_result_has_the_key_by_which_it_is_recognized(command, tmp_path, mo
     }
     fields["recipes"] = json.loads((tmp_path / "recipes.json").read_text())[0]
     for name, known in fields.items():
-        assert _arguments._KEYS[name] in known, name
+        assert _outputs._KEYS[name] in known, name
 
 
 PARSER = "import argparse\np = argparse.ArgumentParser()\np.add_argument('--lr')\np.parse_args()\n"
