@@ -245,7 +245,8 @@ def test_the_json_of_recipes_and_settings(command):
         ),
         (
             ["validate", "my_model:make"],
-            "my_model:make has the parameters (). Write it in this form:\n    def make(recipe, seed):",
+            "my_model:make has the parameters (). Write it in this form:\n"
+            "    def make(recipe, seed):",
         ),
         (
             ["memory", "my_model:brokem", "--recipe", "bf16"],
