@@ -13,6 +13,7 @@ import pytest
 from flax import nnx
 
 import jaxmp
+from gpu_compiler import needs_compiler
 from grids import fast_cases
 from jaxmp import audit, fp8
 from jaxmp._core import _compat
@@ -358,6 +359,7 @@ def test_a_narrow_model_on_a_gpu_warns_with_the_limit():
     assert "write min_width = 0 in the table [fp8]" in text
 
 
+@needs_compiler
 @pytest.mark.parametrize(("rows", "is_noted"), [(16, True), (4096, False)])
 def test_tools_compare_the_key_tokens_with_the_program(rows, is_noted):
     recipe = jaxmp.load_recipe("fp8").replace(fp8=fp8.CurrentScaling(tokens=8192))
