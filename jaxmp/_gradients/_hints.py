@@ -38,7 +38,7 @@ class TracedLoss(NamedTuple):
     mark: Mark
 
 
-# The loss that is traced; models in it are not passed it.
+# The loss that is being traced. Its models read it here, because no argument passes it to them.
 traced = contextvars.ContextVar[TracedLoss | None]("traced", default=None)
 
 

@@ -1,7 +1,7 @@
 """Squared distances that a matmul and norms compute: `|x|**2 + |y|**2 - 2 * x @ y`.
 
-They are small differences of large numbers: an operand of 3 that is rounded to 16 bits, unlike that
-of the norm, changes the distance of two near points by more than the distance.
+They are small differences of large numbers. If the operands of the matmul are rounded to 16 bits,
+and those of the norms are not, the error of the distance of two near points exceeds the distance.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _SAME = frozenset(
 )
 _SCALES = frozenset(("mul", "div"))
 _ADDS = frozenset(("add", "sub"))
-# A residual stream sums more.
+# A sum of more matmuls is not followed, such as the residual stream of a transformer.
 _MOST_DOTS = 4
 
 

@@ -155,7 +155,8 @@ class Record(NamedTuple):
     otherwise: dict[str, int]
 
 
-# The record of the innermost block that records; the functions that it traces are not passed it.
+# The record of the innermost such block. The functions that the block traces read it here, because
+# no argument passes it to them.
 _record: contextvars.ContextVar[Record | None] = contextvars.ContextVar(
     "jaxmp_fp8_record", default=None
 )

@@ -460,8 +460,10 @@ def _inside(equation: _programs.Equation) -> list[_programs.Equation]:
 
 
 def _is_rounding(equation: _programs.Equation) -> bool:
-    """Returns True for a cast of FP32 numbers or of integers to fewer bits, and for a reduction
-    such as `jnp.var`, which rounds its result.
+    """Returns True for operations that round.
+
+    These are casts of FP32 numbers or of integers to fewer bits, and reductions that cast their
+    result, such as `jnp.var`.
     """
     if equation.primitive.name in _programs.CALLS:
         sizes = [getattr(v.aval, "size", 0) for v in (*equation.outvars, *equation.invars)]
