@@ -327,18 +327,25 @@ def test_partitioned_boxes_keep_their_names():
     np.testing.assert_allclose(jaxmp.get_master_params(state)["w"].value, 0.9, rtol=1e-6)
 
 
-@pytest.mark.parametrize("recipe", ["bf16", "fp16_params", PACKED])
-def test_flax_serialization_is_refused_with_a_call_that_works(recipe):
-    state, _ = setup(recipe)
-    with pytest.raises(jaxmp.JaxmpError, match=r"Checkpointer\(directory\)\.save\(step, state"):
-        flax.serialization.to_bytes(state)
-    blob = flax.serialization.to_bytes(state.params)
-    restored = flax.serialization.from_bytes(state.params, blob)
-    assert not changed(state.params, jax.tree.map(jnp.asarray, restored))
-    with pytest.raises(jaxmp.JaxmpError, match="would cast masters"):
-        flax.serialization.from_state_dict(
-            state, {"step": 0, "params": state.params, "opt_state": {}}
-        )
+MOMENTS = jaxmp.load_recipe("fp16_params").replace(moment_dtype="bfloat16")
+
+
+@pytest.mark.parametrize("recipe", ["bf16", MOMENTS, PACKED])
+def test_flax_serialization_restores_what_it_wrote_without_casts(recipe):
+    state, batch = setup(recipe)
+    state, _ = jax.jit(make_step())(state, batch)
+    blob = flax.serialization.to_bytes(state)
+    restored = flax.serialization.from_bytes(setup(recipe)[0], blob)
+    assert not changed(state, jax.tree.map(jnp.asarray, restored))
+    other, _ = setup("bf16_params" if recipe == "bf16" else "bf16")
+    with pytest.raises(jaxmp.JaxmpError, match=r"Another recipe wrote[^$]*migrate=True"):
+        flax.serialization.from_bytes(other, blob)
+    masters = state.opt_state.inner_state
+    rounded = flax.serialization.to_state_dict(
+        jax.tree.map(lambda x: x.astype(jnp.float16), masters)
+    )
+    with pytest.raises(jaxmp.JaxmpError, match=r"wrote this \w+: .*\(float16\)"):
+        flax.serialization.from_state_dict(masters, rounded)
 
 
 # ---------------------------------------------------------------------------

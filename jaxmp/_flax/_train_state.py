@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NoReturn, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +21,7 @@ from jaxmp._gradients import _loss_scale, _value_and_grad
 from jaxmp.errors import JaxmpError
 from jaxmp.fp8 import _overwritten
 from jaxmp.optim import _apply, _assign, _find, _layout, _master
+from jaxmp.optim._moments import MomentState
 
 
 class TrainState(struct.PyTreeNode):
@@ -333,18 +334,48 @@ def _strong(leaf: PyTree) -> PyTree:
 
 
 # ---------------------------------------------------------------------------
-# flax.serialization casts arrays to the dtypes of the state that it restores into
+# flax.serialization writes each state as a dict of its parts, by their names in tree paths
 # ---------------------------------------------------------------------------
 
 
-def _refuse_serialization(*_: object) -> NoReturn:
-    raise JaxmpError(
-        "flax.serialization would cast masters and loss scales to the dtypes of the state that it "
-        "restores into. Save the state with its recipe: "
-        "jaxmp.checkpoint.Checkpointer(directory).save(step, state, recipe=recipe); "
-        "flax.serialization.to_bytes(state.params) writes the parameters alone."
-    )
+def _parts(state: PyTree) -> tuple[dict[str, PyTree], Any]:
+    """Returns the parts of a state by name, and its treedef."""
+    flat, treedef = jax.tree.flatten_with_path(state, is_leaf=lambda part: part is not state)
+    return {"/".join(_core.path_names(path)) or "inner_state": part for path, part in flat}, treedef
 
 
-for _cls in _find.STATES:
-    serialization.register_serialization_state(_cls, _refuse_serialization, _refuse_serialization)
+def _to_state_dict(state: PyTree) -> dict[str, PyTree]:
+    return {name: serialization.to_state_dict(part) for name, part in _parts(state)[0].items()}
+
+
+def _from_state_dict(state: PyTree, stored: Mapping[str, PyTree]) -> PyTree:
+    """Restores a state, whose arrays keep the dtypes that they had when they were written.
+
+    Raises:
+      JaxmpError: if the parts or dtypes of the stored state are others.
+    """
+    parts, treedef = _parts(state)
+    _check_stored(state, set(parts), set(stored))
+    restored = [serialization.from_state_dict(parts[name], stored[name], name) for name in parts]
+    new = jax.tree.unflatten(treedef, restored)
+    _check_stored(state, *map(_described, (state, new)))
+    return new
+
+
+def _described(state: PyTree) -> set[str]:
+    leaves = _core.leaves_with_path(state)
+    return {f"{'/'.join(names)} ({_core.dtype_of(leaf)})" for names, leaf in leaves}
+
+
+def _check_stored(state: PyTree, own: set[str], stored: set[str]) -> None:
+    if own != stored:
+        raise JaxmpError(
+            f"Another recipe wrote this {type(state).__name__}: it has {sorted(stored - own)[:3]}, "
+            f"and the state to restore has {sorted(own - stored)[:3]}. Restore into a state of the "
+            "recipe that wrote it, or convert the file:\n    "
+            "jaxmp.checkpoint.Checkpointer(file).restore(state, recipe=recipe, migrate=True)"
+        )
+
+
+for _cls in (*_find.STATES, MomentState):
+    serialization.register_serialization_state(_cls, _to_state_dict, _from_state_dict)
