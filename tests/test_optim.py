@@ -419,8 +419,8 @@ COMPOSITIONS = {
         )
     ),
     "masked": lambda: optax.masked(mixed(), {"dense": {"kernel": True, "bias": True}}),
-    "multi_transform inside": lambda: mixed(
-        optax.multi_transform(
+    "partition inside": lambda: mixed(
+        optax.partition(
             {"a": optax.adam(1e-2), "b": optax.sgd(1e-2)}, {"dense": {"kernel": "a", "bias": "b"}}
         )
     ),
@@ -434,7 +434,7 @@ COMPOSITIONS = {
 
 @pytest.mark.parametrize("name", COMPOSITIONS)
 @fast_cases(
-    *("chain", "inject_hyperparams inside", "multi_transform inside", "stochastic rounding"),
+    *("chain", "inject_hyperparams inside", "partition inside", "stochastic rounding"),
     "packed",
 )
 def test_compositions_train_skip_and_keep_their_types(name):
@@ -472,10 +472,10 @@ def test_compositions_train_skip_and_keep_their_types(name):
         (lambda tx: optax.chain(tx, optax.scale(0.5)), "recipe.optimizer(optax.chain(inner"),
         (lambda tx: optax.chain(optax.chain(tx, optax.scale(0.5))), "optax.chain(inner"),
         (
-            lambda tx: optax.multi_transform(
+            lambda tx: optax.partition(
                 {"a": tx, "b": mixed()}, {"dense": {"kernel": "a", "bias": "b"}}
             ),
-            "recipe.optimizer(optax.multi_transform(",
+            "recipe.optimizer(optax.partition(",
         ),
         (lambda tx: optax.named_chain(("a", tx), ("b", optax.scale(0.5))), "optax.chain(inner"),
         (lambda tx: optim.stochastic_rounding(tx), "StochasticRoundingState"),

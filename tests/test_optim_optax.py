@@ -70,8 +70,8 @@ CASES = {
     "dowg": (lambda: optax.contrib.dowg(), no_arguments, ("bf16_params",)),
     "prodigy": (lambda: optax.contrib.prodigy(), no_arguments, ("bf16_params",)),
     "muon": (lambda: optax.contrib.muon(1e-2), no_arguments, ("bf16_params",)),
-    "multi_transform": (
-        lambda: optax.multi_transform({"a": optax.adam(1e-2), "b": optax.sgd(0.1)}, LABELS),
+    "partition": (
+        lambda: optax.partition({"a": optax.adam(1e-2), "b": optax.sgd(0.1)}, LABELS),
         no_arguments,
         ("bf16_params",),
     ),
@@ -118,7 +118,7 @@ def distance(tree, other):
 
 
 @pytest.mark.parametrize("name", CASES)
-@fast_cases("reduce_on_plateau", "multi_transform")
+@fast_cases("reduce_on_plateau", "partition")
 def test_optimizers_of_optax_follow_plain_fp32_training(name):
     make, extra_args, recipes = CASES[name]
     # optax mixes strong and weak dtypes, and adds scalars to arrays of another rank.

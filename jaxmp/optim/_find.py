@@ -52,7 +52,7 @@ def guard_of(opt_state: PyTree) -> SkipNonfiniteState | None:
             f"This optimizer has {len(nodes)} states of recipes, at "
             f"{', '.join(path for path, _ in nodes)}. One backward pass has one loss scale, and "
             "all parameters skip the same steps. Put the groups inside: "
-            "recipe.optimizer(optax.multi_transform({...}, labels)). Rules of the recipe set the "
+            "recipe.optimizer(optax.partition({...}, labels)). Rules of the recipe set the "
             "dtypes of single parameters, such as jaxmp.Rule('head', 'p=f32')."
         )
     return nodes[0][1] if nodes else None
@@ -359,7 +359,7 @@ def _check_assignable(node: PyTree) -> None:
                     "parameters, and other parts follow it. The parameters are assigned from the "
                     "masters, so that the following parts would be ignored. Put them inside: "
                     "recipe.optimizer(optax.chain(inner, ...)); for groups of parameters use "
-                    "optax.multi_transform."
+                    "optax.partition."
                 )
         return
     raise CompositionError(
