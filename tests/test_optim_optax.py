@@ -202,3 +202,25 @@ def test_parameters_that_an_addition_made_wide_are_named_with_both_fixes():
         assert "':head' is float32, but its policy stores it in bfloat16" in message
         assert "params = recipe.cast_params(params)" in message
         assert "optax.apply_updates(params, updates), which keeps dtypes" in message
+
+
+@pytest.mark.parametrize("skip", ["select", "cond", "none"])
+def test_leaves_that_the_first_update_adds_to_the_state_are_kept(skip):
+    inner = optax.chain(optax.monitor({"norm": optax.tree.norm}), optax.sgd(0.5))
+    tx = jaxmp.load_recipe("bf16_params").replace(skip=skip).optimizer(inner)
+    state = jaxmp.TrainState.create(apply_fn=None, params={"w": jnp.ones(4)}, tx=tx)
+    for gradient in (1.0,) if skip == "none" else (jnp.nan, 1.0):
+        state = state.apply_gradients(grads={"w": jnp.full(4, gradient)})
+        skips = bool(jnp.isnan(gradient))
+        assert optax.tree.get(state.opt_state, "norm") == (0 if skips else 2)
+    np.testing.assert_array_equal(jaxmp.get_master_params(state)["w"], 0.5)
+
+
+def test_a_structure_that_every_update_changes_raises():
+    grow = optax.GradientTransformation(
+        lambda params: (), lambda grads, state, params=None: (grads, (*state, jnp.zeros(())))
+    )
+    tx = jaxmp.load_recipe("bf16").optimizer(grow)
+    state = jaxmp.TrainState.create(apply_fn=None, params={"w": jnp.ones(4)}, tx=tx)
+    with pytest.raises(jaxmp.errors.CompositionError, match=r"replace\(skip='none'\)"):
+        state.apply_gradients(grads={"w": jnp.ones(4)})

@@ -269,6 +269,9 @@ def skip_nonfinite(
             full = _core.cast_floating(updates, _core.FLOAT32)
             emitted, inner_state = inner.update(full, old_state, params, **extra_args)
             inner_state = agree_on_overflow(inner_state, axes)
+            is_other = jax.tree.structure(inner_state) != jax.tree.structure(old_state)
+            if is_other and skip != "none":
+                raise _OtherStructureError(jax.eval_shape(lambda: inner_state))
             if assigns:
                 return (), inner_state
             if same_structure:
@@ -308,7 +311,12 @@ def skip_nonfinite(
 
         guarded_update = _cond_update if _resolve(skip) == "cond" else _select_update
         steps = _Steps(read, do_update, reject, write)
-        applied, emitted, inner_state, overflow = guarded_update(finite, steps)
+        try:
+            outcome = guarded_update(finite, steps)
+        except _OtherStructureError as error:
+            completed = error.completed(read())
+            outcome = guarded_update(finite, steps._replace(read=lambda: completed))
+        applied, emitted, inner_state, overflow = outcome
         if not any(node.records_overflow for node in master_states(state.inner_state)):
             overflow = state.stats.overflow_leaf
         is_applied, first, is_zero = _in_one_array(applied, first, is_zero)
@@ -382,6 +390,25 @@ class _Steps(NamedTuple):
     update: Callable[[PyTree], tuple[PyTree, PyTree]]
     reject: Callable[..., _Outcome]
     write: Callable[[PyTree], PyTree]
+
+
+class _OtherStructureError(CompositionError):
+    """The first update adds leaves to the state, as that of `optax.monitor` does."""
+
+    def __init__(self, shapes: PyTree) -> None:
+        super().__init__(
+            "Each update changes the structure of the optimizer's state, so that a step cannot be "
+            "skipped. Keep the structure of init, or never skip: recipe.replace(skip='none')."
+        )
+        self._shapes = shapes
+
+    def completed(self, state: PyTree) -> PyTree:
+        """Adds the leaves as zeros, which a skipped first step leaves."""
+        old = dict(jax.tree.leaves_with_path(state))
+        return jax.tree.map_with_path(
+            lambda path, new: old[path] if path in old else jnp.zeros(new.shape, new.dtype),
+            self._shapes,
+        )
 
 
 def _check_devices_agree(first: jax.Array, params: PyTree) -> None:
