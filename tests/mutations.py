@@ -1587,11 +1587,21 @@ MUTATIONS = [
         ("test_autocast_decisions.py::test_xla_compiles_wide_results_on_a_cpu",),
     ),
     Mutation(
+        "the steps of an nn.RNN do not share the FP8 states of its cell",
+        "jaxmp/_flax/_linen_fields.py",
+        "union_filters(shared, OVERWRITE)",
+        "shared",
+        ("test_fp8_models.py::test_the_state_of_a_layer_that_runs_in_each_step",),
+    ),
+    Mutation(
         "a gradient without that of the FP8 states is silent",
-        "jaxmp/_gradients/_hints.py",
-        "if _is_differentiated(kernel) and not _is_differentiated(state):",
+        "jaxmp/fp8/_dot_general.py",
+        "if operands[call.kernel] and state is not None and not state[AGE]:",
         "if False:",
-        ("test_fp8_nnx.py::test_a_split_model_requires_the_gradient_of_its_states",),
+        (
+            "test_fp8_nnx.py::test_a_split_model_requires_the_gradient_of_its_states",
+            "test_fp8_models.py::test_no_transformation_hides_a_gradient_without_that_of_the_states",
+        ),
     ),
     Mutation(
         "a transposed last layer multiplies as XLA's CPU compiler refuses",

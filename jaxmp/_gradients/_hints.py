@@ -29,12 +29,10 @@ class TracedLoss(NamedTuple):
     """Loss that a jaxmp function traces, and differentiates afterwards.
 
     is_scaled: True if its gradient will be scaled.
-    traces: those that its differentiated arguments belong to.
     mark: that of the optimizer's loss scale.
     """
 
     is_scaled: bool
-    traces: frozenset[Any]
     mark: Mark
 
 
@@ -50,18 +48,6 @@ def traced_loss(loss: TracedLoss) -> Iterator[None]:
         yield
     finally:
         traced.reset(token)
-
-
-def traces_of(tree: PyTree) -> frozenset[Any]:
-    """Returns the traces that the leaves of a tree belong to."""
-    return frozenset(map(_compat.trace_of, jax.tree.leaves(tree))) - {None}
-
-
-def _is_differentiated(tree: PyTree) -> bool:
-    """Returns True if a loss is traced for its gradient with respect to a leaf."""
-    if (loss := traced.get()) is not None:
-        return not loss.traces.isdisjoint(traces_of(tree))
-    return any(_compat.gradient_trace(leaf) is not None for leaf in jax.tree.leaves(tree))
 
 
 def is_in_loss(tree: PyTree) -> bool:
@@ -107,25 +93,6 @@ def _warn_of_gradient(mark: Mark, line: tuple[str, int]) -> None:
             "loss itself."
         )
         warnings.warn_explicit(message, RecipeWarning, *line)
-
-
-def expect_state(kernel: jax.Array, state: PyTree) -> None:
-    """Warns if the gradient of a layer in FP8 is computed without that of its state.
-
-    Args:
-      kernel: its kernel.
-      state: its amaxes, whose gradient is the next state.
-    """
-    if _is_differentiated(kernel) and not _is_differentiated(state):
-        _core.warn_user(
-            "The gradient of an FP8 model is computed without that of its states, which is their "
-            "value in the next step. They do not change: each step measures all tensors again, or "
-            "with calibrate=False has scales of 1. Differentiate variables = {'params': params, "
-            "'_overwrite_with_gradient': states}, as jaxmp.TrainState does. In NNX, write "
-            "jaxmp.nnx.value_and_grad(loss_fn)(model), or split the model with graph, params, "
-            "states, rest = nnx.split(model, nnx.Param, jaxmp.nnx.OverwriteWithGradient, ...).",
-            repeats=False,
-        )
 
 
 def check_matmuls(mark: Mark, backward: Any) -> None:
