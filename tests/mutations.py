@@ -1807,6 +1807,13 @@ MUTATIONS = [
         ("test_hints.py::test_each_training_whose_parts_do_not_fit_has_a_hint",),
     ),
     Mutation(
+        "a teacher in float16 must have a loss scale",
+        "jaxmp/_gradients/_hints.py",
+        "if not traces_of(inputs) <= loss.outer:",
+        "if True:",
+        ("test_hints.py::test_a_teacher_in_float16_warns_only_if_the_gradient_passes_through_it",),
+    ),
+    Mutation(
         "the backward pass of a last einsum multiplies FP32",
         "jaxmp/_flax/_linen_fields.py",
         "    is_replaced = traits.embedding or traits.layer is nn.Einsum\n",

@@ -257,7 +257,9 @@ def call_method(
     if bound.is_decision or NNXCall in map(type, running()):
         return _call(bound, module, name, call, args, kwargs)
     # Before the model is searched: in that trace no warning is shown.
-    _device.check_training(bound.policies, lambda: nnx.state(module, nnx.Param), bound.mark)
+    leaves = functools.partial(jax.tree.leaves, (args, kwargs), is_leaf=_is_opaque)
+    inputs = lambda: (nnx.state(module, nnx.Param), [x for x in leaves() if not _is_opaque(x)])
+    _device.check_training(bound.policies, inputs, bound.mark)
     key = bound.cls, bound.policies, bound.path
     prepare = functools.partial(_separated, module, name, args, kwargs)
     # An attribute may choose a head, as an argument does.

@@ -29,10 +29,12 @@ class TracedLoss(NamedTuple):
     """Loss that a jaxmp function traces, and differentiates afterwards.
 
     is_scaled: True if its gradient will be scaled.
+    outer: the traces that its arguments belong to before they are differentiated.
     mark: that of the optimizer's loss scale.
     """
 
     is_scaled: bool
+    outer: frozenset[Any]
     mark: Mark
 
 
@@ -48,6 +50,11 @@ def traced_loss(loss: TracedLoss) -> Iterator[None]:
         yield
     finally:
         traced.reset(token)
+
+
+def traces_of(tree: PyTree) -> frozenset[Any]:
+    """Returns the traces that the leaves of a tree belong to."""
+    return frozenset(map(_compat.trace_of, jax.tree.leaves(tree))) - {None}
 
 
 def is_in_loss(tree: PyTree) -> bool:
@@ -68,13 +75,15 @@ def expect_scale(inputs: PyTree, mark: Mark) -> None:
     """Warns of a float16 model whose gradient is traced, if the trace ends without a scaled loss.
 
     Args:
-      inputs: the parameters, or other arrays that the model reads.
+      inputs: the parameters and arguments. Those of a teacher, whose arrays are outside of all
+        traces, or in that of the whole step, have no gradient.
       mark: that of the model.
     """
     trace = next(filter(None, map(_compat.gradient_trace, jax.tree.leaves(inputs))), None)
     loss = traced.get()
     if trace is None and loss is not None and not loss.is_scaled:
-        _warn_of_gradient(mark, _core.user_line())
+        if not traces_of(inputs) <= loss.outer:
+            _warn_of_gradient(mark, _core.user_line())
     elif trace is not None and trace not in _gradients:
         # Flax NNX leaves the trace to the garbage collector; all others end with their function.
         _gradients[trace] = weakref.finalize(trace, _warn_of_gradient, mark, _core.user_line())
