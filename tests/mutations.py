@@ -1807,6 +1807,13 @@ MUTATIONS = [
         ("test_hints.py::test_each_training_whose_parts_do_not_fit_has_a_hint",),
     ),
     Mutation(
+        "a loss multiplies several labels as XLA's CPU compiler refuses",
+        "jaxmp/losses/_linear.py",
+        'if left == 0 and lhs.dtype != out and _compat.target() == "cpu":',
+        "if False:",
+        ("test_losses.py::test_several_labels_of_the_same_states_in_16_bits_without_jit",),
+    ),
+    Mutation(
         "a teacher in float16 must have a loss scale",
         "jaxmp/_gradients/_hints.py",
         "if not traces_of(inputs) <= loss.outer:",
