@@ -1807,6 +1807,13 @@ MUTATIONS = [
         ("test_hints.py::test_each_training_whose_parts_do_not_fit_has_a_hint",),
     ),
     Mutation(
+        "a norm of weights writes them in another dtype",
+        "jaxmp/_flax/_nnx_subclass.py",
+        'object.__setattr__(module, "dtype", kernel.dtype)',
+        "pass",
+        ("test_nnx_policies.py::test_weights_that_a_norm_writes_keep_their_dtype",),
+    ),
+    Mutation(
         "a loss multiplies several labels as XLA's CPU compiler refuses",
         "jaxmp/losses/_linear.py",
         'if left == 0 and lhs.dtype != out and _compat.target() == "cpu":',
