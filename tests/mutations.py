@@ -557,8 +557,8 @@ MUTATIONS = [
     Mutation(
         "autocast loses what a function writes to Flax objects",
         "jaxmp/_autocast/__init__.py",
-        "        writing.write(values)\n",
-        "",
+        "return writing.write(out, values)",
+        "return out",
         (
             "test_nnx_gradients.py::test_autocast_writes_to_flax_objects_in_the_dtypes_of_the_function",
         ),
