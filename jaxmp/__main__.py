@@ -12,7 +12,11 @@ os.environ.setdefault("TPU_STDERR_LOG_LEVEL", "3")
 os.environ.setdefault("TPU_MIN_LOG_LEVEL", "3")
 
 try:
+    os.getcwd()
     from jaxmp._tools.cli import main as run
+except FileNotFoundError:
+    print("jaxmp: the current directory was deleted. Go to another one: cd ~", file=sys.stderr)
+    sys.exit(2)
 except MissingDependencyError as error:
     print(f"jaxmp: {error}", file=sys.stderr)
     sys.exit(2)

@@ -557,8 +557,8 @@ MUTATIONS = [
     Mutation(
         "autocast loses what a function writes to Flax objects",
         "jaxmp/_autocast/__init__.py",
-        "        writing.write(values)\n",
-        "",
+        "return writing.write(out, values)",
+        "return out",
         (
             "test_nnx_gradients.py::test_autocast_writes_to_flax_objects_in_the_dtypes_of_the_function",
         ),
@@ -1587,11 +1587,28 @@ MUTATIONS = [
         ("test_autocast_decisions.py::test_xla_compiles_wide_results_on_a_cpu",),
     ),
     Mutation(
+        "validate passes a candidate without an interval",
+        "jaxmp/_tools/validate/_compare.py",
+        "is_certain = math.isfinite(interval.deviation) and not has_outlier(interval, budget)",
+        "is_certain = not has_outlier(interval, budget)",
+        ("test_validate.py::test_an_outlier_from_four_seeds_on_does_not_pass",),
+    ),
+    Mutation(
+        "the steps of an nn.RNN do not share the FP8 states of its cell",
+        "jaxmp/_flax/_linen_fields.py",
+        "union_filters(shared, OVERWRITE)",
+        "shared",
+        ("test_fp8_models.py::test_the_state_of_a_layer_that_runs_in_each_step",),
+    ),
+    Mutation(
         "a gradient without that of the FP8 states is silent",
-        "jaxmp/_gradients/_hints.py",
-        "if _is_differentiated(kernel) and not _is_differentiated(state):",
+        "jaxmp/fp8/_dot_general.py",
+        "if operands[call.kernel] and state is not None and not state[AGE]:",
         "if False:",
-        ("test_fp8_nnx.py::test_a_split_model_requires_the_gradient_of_its_states",),
+        (
+            "test_fp8_nnx.py::test_a_split_model_requires_the_gradient_of_its_states",
+            "test_fp8_models.py::test_no_transformation_hides_a_gradient_without_that_of_the_states",
+        ),
     ),
     Mutation(
         "a transposed last layer multiplies as XLA's CPU compiler refuses",
@@ -1788,6 +1805,27 @@ MUTATIONS = [
         "    if not mark.is_checked and computes_in(policies, _core.FLOAT16):\n",
         "    if mark.is_checked and computes_in(policies, _core.FLOAT16):\n",
         ("test_hints.py::test_each_training_whose_parts_do_not_fit_has_a_hint",),
+    ),
+    Mutation(
+        "a norm of weights writes them in another dtype",
+        "jaxmp/_flax/_nnx_subclass.py",
+        'object.__setattr__(module, "dtype", kernel.dtype)',
+        "pass",
+        ("test_nnx_policies.py::test_weights_that_a_norm_writes_keep_their_dtype",),
+    ),
+    Mutation(
+        "a loss multiplies several labels as XLA's CPU compiler refuses",
+        "jaxmp/losses/_linear.py",
+        'if left == 0 and lhs.dtype != out and _compat.target() == "cpu":',
+        "if False:",
+        ("test_losses.py::test_several_labels_of_the_same_states_in_16_bits_without_jit",),
+    ),
+    Mutation(
+        "a teacher in float16 must have a loss scale",
+        "jaxmp/_gradients/_hints.py",
+        "if not traces_of(inputs) <= loss.outer:",
+        "if True:",
+        ("test_hints.py::test_a_teacher_in_float16_warns_only_if_the_gradient_passes_through_it",),
     ),
     Mutation(
         "the backward pass of a last einsum multiplies FP32",
@@ -2058,6 +2096,13 @@ MUTATIONS = [
         "if value % number:",
         "if False:",
         ("test_examples.py::test_an_argument_that_is_not_allowed_is_one_sentence",),
+    ),
+    Mutation(
+        "a variable that JAX refuses is a traceback of the command",
+        "jaxmp/__init__.py",
+        'not in ("jaxmp", "-m")',
+        'not in ("jaxmp",)',
+        ("test_cli.py::test_what_python_or_jax_cannot_start_with_is_one_sentence",),
     ),
     Mutation(
         "two options that exclude each other are accepted",

@@ -256,10 +256,11 @@ def test_the_json_of_recipes_and_settings(command):
             ["memory", "f:make", "--exact", "--estimate"],
             "--estimate and --exact exclude each other",
         ),
+        (["memory", "my_model", "--targets", "h300"], "target='h300' is not a chip"),
         (["validate", "no_file.py:make_run"], "The file 'no_file.py' does not exist in "),
         (["validate", "my_model"], "such as:\n    jaxmp validate run.py:make_run"),
         (
-            ["plan", "my_model", "--recipes", "bf16", "--targets", "h100"],
+            ["plan", "my_model", "--recipes", "bf16", "--target", "h100"],
             "such as:\n    jaxmp plan run.py:make_step",
         ),
         (
@@ -311,6 +312,22 @@ def test_without_the_extra_it_says_what_to_install(package):
         f"jaxmp: {package} is not installed; jaxmp requires it for the jaxmp command. Install it "
         'with:\n    pip install "jaxmp[cli]"\n'
     )
+
+
+@pytest.mark.parametrize(
+    "command, error",
+    [
+        ("JAX_ENABLE_X64=maybe {} -m jaxmp recipes", "'maybe' for environment 'JAX_ENABLE_X64'"),
+        ("mkdir gone; cd gone; rmdir ../gone; {} -m jaxmp recipes", "directory was deleted"),
+    ],
+)
+def test_what_python_or_jax_cannot_start_with_is_one_sentence(tmp_path, command, error):
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        command.format(sys.executable), shell=True, cwd=tmp_path, env=env, capture_output=True
+    )
+    assert done.returncode == 2 and not done.stdout and done.stderr.count(b"\n") == 1
+    assert error in done.stderr.decode()
 
 
 def test_the_command_and_the_module_are_one():

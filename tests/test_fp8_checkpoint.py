@@ -10,6 +10,10 @@ from jaxmp import fp8
 from jaxmp._programs._jaxprs import equations
 from jaxmp.errors import JaxmpError
 
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:.*without that of its states:jaxmp.errors.RecipeWarning"
+)
+
 DOTS = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
 MATRICES = (((1,), (0,)), ((), ()))
 BATCHES = (((2,), (1,)), ((0,), (0,)))

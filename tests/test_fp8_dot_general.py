@@ -22,6 +22,10 @@ from jaxmp._tools.audit._trace import trace
 from jaxmp.errors import CompositionError, JaxmpError, RecipeError
 from programs import operands
 
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:.*without that of its states:jaxmp.errors.RecipeWarning"
+)
+
 LINEAR = (((1,), (0,)), ((), ()))
 RECIPES = {
     "current": fp8.CurrentScaling(),

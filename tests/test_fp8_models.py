@@ -23,7 +23,7 @@ from grids import EXPENSIVE, REST, fast_cases
 from jaxmp import PolicyMap, Rule, audit, fp8, load_recipe
 from jaxmp._core import _compat
 from jaxmp._programs._jaxprs import equations
-from jaxmp.errors import CompositionError, RecipeError
+from jaxmp.errors import CompositionError, RecipeError, RecipeWarning
 from train_lm import TRAININGS
 
 E4M3, E5M2 = "float8_e4m3fn", "float8_e5m2"
@@ -409,6 +409,40 @@ def test_the_state_of_scanned_layers():
     assert float(history[0, 0]) == float(jnp.max(jnp.abs(x.astype(jnp.bfloat16))))
     _, new = jax.jit(jaxmp.value_and_grad(lambda v: jnp.sum(model.apply(v, x) ** 2)))(variables)
     jax.tree.map(np.testing.assert_array_equal, new[STATE], grads[STATE])
+
+
+class Repeated(nn.Module):
+    """Model whose layer runs in each step of a scan, which may share its state."""
+
+    shared: tuple[str, ...] = ("params",)
+
+    @nn.compact
+    def __call__(self, x):
+        shared = {"variable_broadcast": list(self.shared), "split_rngs": {"params": False}}
+        layer = nn.scan(ScannedDense, length=2, **shared)
+        return layer(name="layer")(x, None)[0]
+
+
+def test_the_state_of_a_layer_that_runs_in_each_step():
+    x = jnp.ones((2, 3, 32))
+    with pytest.raises(CompositionError, match=r"variable_broadcast=\['params', '_overwrite_with_"):
+        delayed(Repeated(), x)
+    models = {"layer": Repeated(("params", STATE)), "cell": nn.RNN(nn.SimpleCell(32))}
+    for name, model in models.items():
+        model, variables = delayed(model, x)
+        loss = lambda v, model=model: jnp.sum(model.apply(v, x))
+        (state, *_) = jax.jit(jax.grad(loss))(variables)[STATE][name].values()
+        assert float(state["fp8_input_amax"]) >= 1 and state["fp8_input_amax"].shape == ()
+
+
+@pytest.mark.parametrize("transform", [lambda loss: loss, jax.checkpoint])
+def test_no_transformation_hides_a_gradient_without_that_of_the_states(transform):
+    x = jnp.ones((16, 32))
+    model, variables = delayed(Scanned(axes=("params", STATE)), x)
+    loss = transform(lambda params, own: jnp.sum(model.apply({"params": params, STATE: own}, x)))
+    jax.eval_shape(jax.grad(loss, argnums=(0, 1)), variables["params"], variables[STATE])
+    with pytest.warns(RecipeWarning, match="without that of its states"):
+        jax.eval_shape(jax.grad(loss), variables["params"], variables[STATE])
 
 
 class Twice(nn.Module):

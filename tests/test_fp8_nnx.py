@@ -243,8 +243,10 @@ def test_a_split_model_requires_the_gradient_of_its_states():
     graph, params, own, rest = nnx.split(model := linear(), nnx.Param, OverwriteWithGradient, ...)
     x, value_and_grad = of_size(4, 8, 32), jaxmp.value_and_grad
     value_and_grad(lambda x: loss_fn(model, x))(x)  # The model, such as a teacher, is not trained.
-    with pytest.warns(RecipeWarning, match="split the model"):
-        value_and_grad(lambda p: loss_fn(nnx.merge(graph, p, own, rest), x))(params)
+    of_params = lambda p: loss_fn(nnx.merge(graph, p, own, rest), x)
+    for transform in (jax.jit, jax.checkpoint):
+        with pytest.warns(RecipeWarning, match="split the model"):
+            value_and_grad(transform(of_params))(params)
     loss_of = lambda v: loss_fn(nnx.merge(graph, v["params"], v[STATE], rest), x)
     _, grads = value_and_grad(loss_of)({"params": params, STATE: own})
     assert newest(nnx.merge(graph, params, grads[STATE], rest), "") == 4

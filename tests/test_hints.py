@@ -1,6 +1,7 @@
 """Trainings whose parts do not fit say so, each of them, when their parts meet."""
 
 import copy
+import functools
 import gc
 import warnings
 
@@ -189,6 +190,23 @@ def test_the_hint_is_given_once_for_each_model(gradient):
         loss_fn = lambda params, same=same: jnp.mean(same.apply(params, X) ** 2)
         assert hints_of(lambda: gradient(loss_fn)(params)) == []
     assert len(hints_of(lambda: gradient(float16_loss()[2])(params))) == 1
+
+
+@pytest.mark.parametrize("passes", [True, False])
+@pytest.mark.parametrize("is_linen", [True, False])
+def test_a_teacher_in_float16_warns_only_if_the_gradient_passes_through_it(passes, is_linen):
+    linear = nnx.Linear(8, 8, rngs=nnx.Rngs(0))
+    teacher = jaxmp.load_recipe("fp16").wrap(nn.Dense(8) if is_linen else linear)
+    params = teacher.init(jax.random.key(0), X) if is_linen else {}
+    run = functools.partial(teacher.apply, params) if is_linen else teacher
+
+    def distill(w, params, x):
+        loss = lambda w: jnp.mean(run(x @ w if passes else x) - x @ w)
+        return jaxmp.value_and_grad(loss)(w)
+
+    step = jax.jit(distill) if is_linen else distill
+    hints = hints_of(lambda: step(jnp.eye(8), params, X))
+    assert [NO_SCALE in hint for hint in hints] == [True] * passes
 
 
 def test_a_loss_that_is_scaled_by_hand_does_not_warn():

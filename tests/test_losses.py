@@ -379,6 +379,14 @@ def test_transformations(loss_fn):
     close(mapped[1][1].mean(0), plain[1][1])
 
 
+def test_several_labels_of_the_same_states_in_16_bits_without_jit():
+    """XLA's CPU compiler has no kernel for such a gradient of the kernel."""
+    states, kernel = jnp.ones((4, 8), jnp.bfloat16), jnp.ones((8, 16), jnp.bfloat16)
+    loss = lambda kernel, labels: losses.linear_cross_entropy(states, kernel, labels)
+    grads = jax.vmap(jax.grad(loss), (None, 0))(kernel, jnp.array([[0] * 4, [1] * 4]))
+    np.testing.assert_array_equal(grads[0, :, 0], grads[1, :, 1])
+
+
 @EXPENSIVE
 def test_forward_over_reverse_is_the_second_derivative():
     options = {"label_smoothing": 0.1, "z_loss": 1e-2}

@@ -486,6 +486,9 @@ def test_autocast_writes_to_flax_objects_in_the_dtypes_of_the_function():
     jaxmp.autocast(lambda first, again: (first(), again()), "bf16")(rngs, again=rngs)
     assert int(rngs.default.count[...]) == 2
     frozen = nnx.Linear(4, 4, rngs=rngs)
+    own = jaxmp.autocast(lambda m, x: [m, m.bias, nnx.Linear(4, 4, rngs=nnx.Rngs(0))], "bf16")
+    *same, new = own(frozen, X)
+    assert same[0] is frozen and same[1] is frozen.bias and isinstance(new, nnx.Linear)
     jax.jit(lambda x: jaxmp.autocast(lambda model, x: model(x), "bf16")(frozen, x))(X)
     for text, name, value in (
         ("adds 'new' to", "new", nnx.Param(X)),

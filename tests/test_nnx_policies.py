@@ -1087,6 +1087,18 @@ def test_spectral_norm_iterates_in_fp32():
     assert dtypes(layer)[:2] == BF16 and {dtypes(e)[:2] for e in iteration} == {F32}
 
 
+@pytest.mark.usefixtures("standard_promotion")  # of Flax
+@pytest.mark.parametrize("cls", [nnx.SpectralNorm, nnx.WeightNorm])
+def test_weights_that_a_norm_writes_keep_their_dtype(cls):
+    recipe = jaxmp.load_recipe("bf16_params")
+    model = recipe.wrap(cls(nnx.Linear(3, 3, rngs=rngs()), rngs=rngs()))
+    options = {"update_stats": True} if cls is nnx.SpectralNorm else {}
+    optimizer = jaxmp.nnx.Optimizer(model, recipe.optimizer(optax.sgd(0.1)))
+    loss, grads = optimizer.value_and_grad(lambda m: jnp.sum(m(floats(2, 3), **options)))(model)
+    optimizer.update(model, grads)
+    assert model.layer_instance.kernel.dtype == jnp.bfloat16 and jnp.isfinite(loss)
+
+
 # ---------------------------------------------------------------------------
 # Statistics, random numbers, recurrent state
 # ---------------------------------------------------------------------------

@@ -263,7 +263,7 @@ def test_json_round_trip(report):
 @EXPENSIVE
 def test_nnx_gives_the_same_kind_of_report():
     report = run(NnxPerceptron, seeds=1)
-    assert report["bf16"].verdict == "pass"
+    assert report["bf16"].verdict == "inconclusive"
     assert "one seed" in report["bf16"].power.text
     shown = report.to_text(full=True)
     assert "distance of the loss curves" in shown and "distance between seeds" not in shown
@@ -356,6 +356,7 @@ def test_intervals_cover_the_mean_in_93_percent_of_samples(name, seeds):
 
 def test_an_outlier_from_four_seeds_on_does_not_pass():
     judge = lambda values: _compare.judge_interval(_compare.paired_interval(values), 0.005)
+    assert [judge([x]) for x in (0.001, 0.006)] == ["inconclusive", "fail"]  # one seed alone
     usual = [0.0001, 0.0002, 0.0, 0.0001, 0.0002, 0.0001, 0.0, 0.0002, 0.0001]
     for spike in (0.0035, -0.0035):
         assert judge([*usual, 0.0001]) == "pass"

@@ -77,7 +77,7 @@ def test_float16_without_loss_scaling():
         (64, 8),
         optax.adam(1e-2, eps=1e-12),
     )
-    assert verdicts(report) == {"plain": "fail", "scaled": "pass"}
+    assert verdicts(report) == {"plain": "fail", "scaled": "inconclusive"}
     line = first_line(report, "plain")
     assert line.startswith("plain FAILS: training without loss scaling: ")
     assert "of the gradient elements underflow to zero" in line
@@ -88,7 +88,7 @@ def test_float16_without_loss_scaling():
 def test_bfloat16_parameters_without_masters():
     candidates = {"bare": BF16_PARAMS.replace(master="none"), "masters": BF16_PARAMS}
     report = run(Perceptron(), candidates, squared_error, (64, 8), optax.adam(3e-4))
-    assert verdicts(report) == {"bare": "fail", "masters": "pass"}
+    assert verdicts(report) == {"bare": "fail", "masters": "inconclusive"}
     line = first_line(report, "bare")
     assert line.startswith("bare FAILS: 16-bit parameters without FP32 masters: ")
     assert "below half a ulp" in line
@@ -114,7 +114,7 @@ def test_half_softmax_at_large_logits(is_fp32):
         Attention(is_fp32), ["bf16"], squared_error, (8, 8, 8), optax.adam(1e-3), budgets=0.05
     )
     if is_fp32:
-        assert verdicts(report) == {"bf16": "pass"}
+        assert verdicts(report) == {"bf16": "inconclusive"}
         return
     line = first_line(report, "bf16")
     # The offset is rounded before the softmax, whose own roundings are not the origin.
@@ -217,7 +217,7 @@ def cross_entropy(model, x):
 def test_fp8_head_with_large_weights(size):
     report = run(Head(size), ["fp8"], cross_entropy, (256, 16), optax.adam(1e-4), budgets=0.1)
     if size == 1:
-        assert verdicts(report) == {"fp8": "pass"}
+        assert verdicts(report) == {"fp8": "inconclusive"}
         return
     line = first_line(report, "fp8")
     assert line.startswith("fp8 FAILS: an operation in float8_e4m3fn in classes (test_validate_")
@@ -271,7 +271,7 @@ def test_moments_in_float16_underflow():
 
     by_hand = jaxmp.load_recipe("fp16_params").replace(master="none", loss_scale="none")
     report = jaxmp.validate(make_run, {"hand": by_hand, "fp16": FP16}, steps=4, seeds=1)
-    assert verdicts(report) == {"hand": "fail", "fp16": "pass"}
+    assert verdicts(report) == {"hand": "fail", "fp16": "inconclusive"}
     line = first_line(report, "hand")
     where = line_of("            return state.apply_gradients(grads=grads), {")
     assert line.startswith(f"hand FAILS: an operation in float16 in (root) {where}, which alone ")
@@ -295,7 +295,7 @@ def test_steps_skipped_by_a_loss_scale_that_is_too_large():
     assert cause.fix == f"recipe = recipe.replace(loss_scale=jaxmp.DynamicLossScale({scale:g}))"
     remedy = {"remedy": eval(cause.fix.partition("= ")[2], {"recipe": large, "jaxmp": jaxmp})}
     report = run(Perceptron(), remedy, squared_error, (64, 8), optax.adam(3e-2), seeds=1)
-    assert verdicts(report) == {"remedy": "pass"} and report["remedy"].training.skipped == 0
+    assert verdicts(report) == {"remedy": "inconclusive"} and report["remedy"].training.skipped == 0
 
 
 @EXPENSIVE

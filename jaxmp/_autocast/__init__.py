@@ -118,8 +118,7 @@ def autocast(
         if text := _explain.unused_text(name, rows) or interpreter.uncast_text(name):
             _core.warn_user(text, repeats=False)
         out, values = traced.results(arrays)
-        writing.write(values)
-        return out
+        return writing.write(out, values)
 
     return _core.warn_if_dropped(autocast_fn, "loss_fn = jaxmp.autocast(loss_fn, recipe)")
 

@@ -22,9 +22,9 @@ _PYTHON = bool, int, float, str, type(None)
 
 @dataclasses.dataclass(frozen=True)
 class _Position:
-    """Marker of an object in a tree of arguments."""
+    """Marker of an object in a tree of arguments or results, at a path of the arguments."""
 
-    index: int
+    path: tuple[Any, ...]
 
 
 class Writing:
@@ -56,7 +56,7 @@ class Writing:
         if not self._is_object(leaf):
             return leaf
         self.objects.append(leaf)
-        return _Position(len(self.objects) - 1)
+        return _Position((len(self.objects) - 1,))
 
     def __call__(
         self, state: PyTree, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]
@@ -64,8 +64,9 @@ class Writing:
         if not self.objects:
             return self.fn(*args, **kwargs), []
         objects = self.nnx.merge(self.graphdef, state)
-        put = lambda leaf: objects[leaf.index] if isinstance(leaf, _Position) else leaf
+        put = lambda leaf: objects[leaf.path[0]] if isinstance(leaf, _Position) else leaf
         args, kwargs = jax.tree.map(put, (args, kwargs))
+        nodes = list(self.nnx.iter_graph(tuple(objects)))
         before, settings = self._values(objects), self._leaves(objects, _PYTHON)
         out = self.fn(*args, **kwargs)
         after = self._values(objects)
@@ -83,7 +84,10 @@ class Writing:
         self.paths = [path for path, old in before.items() if after.get(path, old) is not old]
         values = [after[path] for path in self.paths]
         self.count = len(jax.tree.leaves(values))
-        return out, values
+        # A result that is an argument, or a part of one, is the caller's object.
+        own = {id(node): path for path, node in nodes}
+        mark = lambda x: _Position(own[id(x)]) if self._is_object(x) and id(x) in own else x
+        return jax.tree.map(mark, out, is_leaf=self._is_object), values
 
     def _leaves(
         self, objects: Sequence[Any], kinds: tuple[type, ...] = ()
@@ -97,8 +101,8 @@ class Writing:
         is_variable = lambda leaf: isinstance(leaf, self.nnx.Variable)
         return {path: leaf.get_raw_value() if is_variable(leaf) else leaf for path, leaf in leaves}
 
-    def write(self, values: Sequence[PyTree]) -> None:
-        """Writes the values to the objects of the caller."""
+    def write(self, out: PyTree, values: Sequence[PyTree]) -> PyTree:
+        """Writes the values to the objects of the caller, and returns the result with these."""
         leaves = self._leaves(self.objects) if self.paths else {}
         for path, value in zip(self.paths, values, strict=True):
             if isinstance(variable := leaves[path], self.nnx.Variable):
@@ -107,3 +111,8 @@ class Writing:
             for name in path[:0:-1]:  # An array that is an attribute of a module.
                 value = {name: value}
             self.nnx.update(self.objects[path[0]], value)
+        if not self.objects:
+            return out
+        own = dict(self.nnx.iter_graph(tuple(self.objects)))
+        put = lambda x: own[x.path] if isinstance(x, _Position) else x
+        return jax.tree.map(put, out, is_leaf=self._is_object)

@@ -16,7 +16,6 @@ from jax import lax
 
 from jaxmp import _core, _programs
 from jaxmp._core import Array, DTypeLike
-from jaxmp._gradients import _hints
 from jaxmp.errors import CompositionError, JaxmpError
 from jaxmp.fp8 import _dims, _einsum, _explain, _scaling, _state
 from jaxmp.fp8._dot_general import dot_general
@@ -70,9 +69,7 @@ class _LayerFunction:
         wide = _result_dtype(*operands, preferred, self.wide)
         if self.state is None:
             return in_fp8(*operands, preferred_element_type=wide)
-        state = self.state()
-        _hints.expect_state(operands[1], state)
-        return in_fp8(*operands, preferred_element_type=wide, state=state)
+        return in_fp8(*operands, preferred_element_type=wide, state=self.state())
 
 
 class LayerDot(_LayerFunction):
@@ -212,7 +209,8 @@ def read_linen_state(ref: Callable[[], Any], scaling: _scaling.Scaling) -> dict[
                 f"Pass all variables that `init` returned, including {OVERWRITE!r}, to `apply`: "
                 "model.apply(variables, x); TrainState.create(params=variables) trains them. "
                 "Layers under nn.scan and nn.vmap require "
-                f"variable_axes={{'params': 0, {OVERWRITE!r}: 0}}."
+                f"variable_axes={{'params': 0, {OVERWRITE!r}: 0}}, or, where all steps share the "
+                f"parameters, variable_broadcast=['params', {OVERWRITE!r}]."
             )
         for name, value in _state.init_state(scaling).items():
             # Not `module.variable`, which is allowed in `setup` and compact methods only.

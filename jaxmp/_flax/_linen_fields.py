@@ -13,6 +13,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax.core.scope import union_filters
 from flax.linen.dtypes import promote_dtype
 
 from jaxmp import _core, _programs
@@ -31,6 +32,7 @@ from jaxmp._flax._layer_table import (
 )
 from jaxmp._flax._method_call import Boundary, MethodCall
 from jaxmp.errors import CompositionError
+from jaxmp.fp8._overwritten import OVERWRITE
 
 _UNSET = object()
 
@@ -69,6 +71,10 @@ def prepare(module: nn.Module, module_policy: ModulePolicy, keeps_dtype: bool) -
         fields["variable"] = _casting_variable(weakref.ref(module), module_policy)
     if traits.dot is not None:
         fields |= _dot_fields(module, module_policy)
+    if traits.is_rnn and hasattr(module, "variable_broadcast"):
+        # All steps of an `nn.RNN` share the FP8 states of its cell, as they share its parameters.
+        shared = module.variable_broadcast
+        fields["variable_broadcast"] = union_filters(shared, OVERWRITE)
     if not traits.casts_params:
         fields["param"] = _casting_param(weakref.ref(module), module_policy)
         if type(module).perturb is nn.Module.perturb and "perturb" not in module.__dict__:

@@ -219,7 +219,8 @@ def _entered(
         _linen_interceptor.key_scopes(module)
     mark = module.__dict__["_jaxmp_mark"]
     # Before the model is searched: in that trace no warning is shown.
-    _device.check_training(root.policies, lambda: module.variables.get("params", {}), mark)
+    inputs = lambda: (module.variables.get("params", {}), (call or ())[1:])
+    _device.check_training(root.policies, inputs, mark)
     decisions = None if call is None else _decisions_of(module, root, *call)
     under_policies = _compat.context(policies=root, decisions=decisions)
     interceptor = functools.partial(_linen_interceptor.intercept, root)

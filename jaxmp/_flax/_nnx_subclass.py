@@ -257,7 +257,9 @@ def call_method(
     if bound.is_decision or NNXCall in map(type, running()):
         return _call(bound, module, name, call, args, kwargs)
     # Before the model is searched: in that trace no warning is shown.
-    _device.check_training(bound.policies, lambda: nnx.state(module, nnx.Param), bound.mark)
+    leaves = functools.partial(jax.tree.leaves, (args, kwargs), is_leaf=_is_opaque)
+    inputs = lambda: (nnx.state(module, nnx.Param), [x for x in leaves() if not _is_opaque(x)])
+    _device.check_training(bound.policies, inputs, bound.mark)
     key = bound.cls, bound.policies, bound.path
     prepare = functools.partial(_separated, module, name, args, kwargs)
     # An attribute may choose a head, as an argument does.
@@ -313,12 +315,27 @@ def _call(
     return under_policy.run(call, args, kwargs, _scope(bound, under_policy))
 
 
+def _write_as_stored(
+    module: Any, call: Callable[..., PyTree], *args: PyTree, **kwargs: PyTree
+) -> PyTree:
+    """Calls a wrapper that writes normalized weights to its layer, in the dtype that they have."""
+    params = jax.tree.leaves(nnx.state(module.layer_instance, nnx.Param))
+    field, kernel = module.dtype, max(params, key=np.ndim)
+    object.__setattr__(module, "dtype", kernel.dtype)
+    try:
+        return call(*args, **kwargs)
+    finally:
+        object.__setattr__(module, "dtype", field)
+
+
 def _replaced(
     bound: Bound, module: nnx.Module, name: str, call: Callable[..., PyTree]
 ) -> Callable[..., PyTree]:
     """Returns the function that replaces `call`, a method of a Flax layer."""
-    wide = bound.module_policy.resolved.wide_output
-    if not bound.module_policy.traits.embedding:
+    wide, traits = bound.module_policy.resolved.wide_output, bound.module_policy.traits
+    if traits.upcasts_params and not traits.is_norm and hasattr(module, "layer_instance"):
+        return functools.partial(_write_as_stored, module, call)
+    if not traits.embedding:
         return call
     if name == "__call__" and _looks_up_float32(bound, module):
         return functools.partial(_lookup, bound, module)

@@ -77,12 +77,13 @@ def differentiate(
     inputs = tuple(_overwritten.to_max_accumulated(args[i]) for i in options.argnums)
 
     is_scaled = not isinstance(options.loss_scale, NoLossScale)
+    described = TracedLoss(is_scaled, traces_of((args, kwargs)), options.loss_scale._mark)
 
     def fn_of_inputs(*inputs: PyTree) -> tuple[jax.Array, PyTree]:
         if is_scaled:
             note_scaled(inputs)
         replaced = dict(zip(options.argnums, inputs, strict=True))
-        with traced_loss(TracedLoss(is_scaled, traces_of(inputs), options.loss_scale._mark)):
+        with traced_loss(described):
             out = fn(*(replaced.get(i, arg) for i, arg in enumerate(args)), **kwargs)
         loss, weight, aux = parse_result(out, options)
         return loss, (

@@ -29,12 +29,12 @@ class TracedLoss(NamedTuple):
     """Loss that a jaxmp function traces, and differentiates afterwards.
 
     is_scaled: True if its gradient will be scaled.
-    traces: those that its differentiated arguments belong to.
+    outer: the traces that its arguments belong to before they are differentiated.
     mark: that of the optimizer's loss scale.
     """
 
     is_scaled: bool
-    traces: frozenset[Any]
+    outer: frozenset[Any]
     mark: Mark
 
 
@@ -57,13 +57,6 @@ def traces_of(tree: PyTree) -> frozenset[Any]:
     return frozenset(map(_compat.trace_of, jax.tree.leaves(tree))) - {None}
 
 
-def _is_differentiated(tree: PyTree) -> bool:
-    """Returns True if a loss is traced for its gradient with respect to a leaf."""
-    if (loss := traced.get()) is not None:
-        return not loss.traces.isdisjoint(traces_of(tree))
-    return any(_compat.gradient_trace(leaf) is not None for leaf in jax.tree.leaves(tree))
-
-
 def is_in_loss(tree: PyTree) -> bool:
     """Returns True if a loss is traced for its gradient, or a leaf belongs to such a trace."""
     traces = map(_compat.gradient_trace, jax.tree.leaves(tree))
@@ -82,13 +75,15 @@ def expect_scale(inputs: PyTree, mark: Mark) -> None:
     """Warns of a float16 model whose gradient is traced, if the trace ends without a scaled loss.
 
     Args:
-      inputs: the parameters, or other arrays that the model reads.
+      inputs: the parameters and arguments. Those of a teacher, whose arrays are outside of all
+        traces, or in that of the whole step, have no gradient.
       mark: that of the model.
     """
     trace = next(filter(None, map(_compat.gradient_trace, jax.tree.leaves(inputs))), None)
     loss = traced.get()
     if trace is None and loss is not None and not loss.is_scaled:
-        _warn_of_gradient(mark, _core.user_line())
+        if not traces_of(inputs) <= loss.outer:
+            _warn_of_gradient(mark, _core.user_line())
     elif trace is not None and trace not in _gradients:
         # Flax NNX leaves the trace to the garbage collector; all others end with their function.
         _gradients[trace] = weakref.finalize(trace, _warn_of_gradient, mark, _core.user_line())
@@ -107,25 +102,6 @@ def _warn_of_gradient(mark: Mark, line: tuple[str, int]) -> None:
             "loss itself."
         )
         warnings.warn_explicit(message, RecipeWarning, *line)
-
-
-def expect_state(kernel: jax.Array, state: PyTree) -> None:
-    """Warns if the gradient of a layer in FP8 is computed without that of its state.
-
-    Args:
-      kernel: its kernel.
-      state: its amaxes, whose gradient is the next state.
-    """
-    if _is_differentiated(kernel) and not _is_differentiated(state):
-        _core.warn_user(
-            "The gradient of an FP8 model is computed without that of its states, which is their "
-            "value in the next step. They do not change: each step measures all tensors again, or "
-            "with calibrate=False has scales of 1. Differentiate variables = {'params': params, "
-            "'_overwrite_with_gradient': states}, as jaxmp.TrainState does. In NNX, write "
-            "jaxmp.nnx.value_and_grad(loss_fn)(model), or split the model with graph, params, "
-            "states, rest = nnx.split(model, nnx.Param, jaxmp.nnx.OverwriteWithGradient, ...).",
-            repeats=False,
-        )
 
 
 def check_matmuls(mark: Mark, backward: Any) -> None:

@@ -26,7 +26,7 @@ def check_training(policies: Policies, inputs: Callable[[], PyTree], mark: _core
 
     Args:
       policies: the policies of the model.
-      inputs: returns the parameters, or other arrays that the model reads.
+      inputs: returns the parameters and the arguments of the model.
       mark: that of the model.
     """
     _check_device(policies)

@@ -346,9 +346,9 @@ def _forward(call: DotCall, lhs: Operand | MXOperand, rhs: Operand | MXOperand) 
     return _shield(call, out, (lhs, rhs)[call.kernel].values.shape)
 
 
-def _product_fwd(
-    call: DotCall, lhs: jax.Array, rhs: jax.Array, state: State | None
-) -> tuple[jax.Array, Any]:
+def _product_fwd(call: DotCall, *primals: Any) -> tuple[jax.Array, Any]:
+    lhs, rhs, state = jax.tree.map(lambda primal: primal.value, primals)
+    _check_gradient(call, *jax.tree.map(lambda primal: primal.perturbed, primals))
     lhs, rhs = _differentiated_once(type(call.scaling).__name__, lhs, rhs)
     before = before_step(state)
     operands, seen = _operands(call, lhs, rhs, before)
@@ -365,6 +365,27 @@ def _product_fwd(
     if before is None:
         seen = []
     return _forward(call, *operands), (tuple(saved), seen, before, state_leaf)
+
+
+def _check_gradient(call: DotCall, *is_differentiated: Any) -> None:
+    """Warns if the gradient of a kernel is computed without that of its state.
+
+    Args:
+      call: the dot.
+      is_differentiated: for both operands and each leaf of the state, True if it has a gradient.
+    """
+    *operands, state = is_differentiated
+    if operands[call.kernel] and state is not None and not state[AGE]:
+        _core.warn_user(
+            "The gradient of an FP8 model is computed without that of its states, which is their "
+            "value in the next step. They do not change: each step measures all tensors again, or "
+            "with calibrate=False has scales of 1. Differentiate variables = {'params': params, "
+            "'_overwrite_with_gradient': states}, as jaxmp.TrainState does, or the argument state "
+            "of fp8.dot_general. In NNX, write "
+            "jaxmp.nnx.value_and_grad(loss_fn)(model), or split the model with graph, params, "
+            "states, rest = nnx.split(model, nnx.Param, jaxmp.nnx.OverwriteWithGradient, ...).",
+            repeats=False,
+        )
 
 
 def _for_backward(
@@ -418,4 +439,5 @@ def _product_bwd(
     return results[0], results[1], next_state(call.scaling, before, by_role, state_leaf)
 
 
-_product.defvjp(_product_fwd, _product_bwd)
+# The rule is called where a gradient is traced, and learns of which operands it is.
+_product.defvjp(_product_fwd, _product_bwd, symbolic_zeros=True)

@@ -316,9 +316,13 @@ def _over_chunks(
         lhs: jax.Array, rhs: jax.Array, left: int, right: int, out: DTypeLike = wide
     ) -> jax.Array:
         dimensions = (((left,), (right,)), ((), ()))
-        return lax.dot_general(
-            lhs, rhs, dimensions, precision=layer.precision, preferred_element_type=out
+        product = functools.partial(
+            lax.dot_general, dimension_numbers=dimensions, precision=layer.precision
         )
+        if left == 0 and lhs.dtype != out and _compat.target() == "cpu":
+            # Under `vmap`, XLA's CPU compiler has no kernel for 16-bit operands.
+            return _core.widened_product(product, lhs, rhs)
+        return product(lhs, rhs, preferred_element_type=out)
 
     def logits_of(hidden: jax.Array, labels: jax.Array) -> jax.Array:
         written = _written(layer.stored, dtype)

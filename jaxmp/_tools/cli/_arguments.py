@@ -73,6 +73,7 @@ SecondsOption = Annotated[
 TargetOption = Annotated[
     str | None,
     typer.Option(
+        *("--target", "--targets"),
         callback=_check_target,
         help="Chip, such as h200 or v6e, or a TOML file that describes one. It does not have to be"
         " present.",

@@ -370,7 +370,7 @@ _PLAN = "jaxmp plan run.py:make_step --recipes bf16,fp8 --targets a100,h100"
 
 
 def run_plan(
-    targets: Annotated[str, typer.Option()],
+    targets: Annotated[str, typer.Option("--targets", "--target")],
     function: _arguments.StepArgument = None,
     recipes: str = "bf16,fp8",
     batches: str | None = None,

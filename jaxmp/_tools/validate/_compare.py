@@ -10,7 +10,8 @@ differences per seed, with the 95 % interval of their mean:
 - fail: the lower bound exceeds the budget;
 - differs: the upper bound is below minus the budget, so the candidate is better than the reference
   by more than rounding explains, and does not do the same;
-- inconclusive: the interval contains the budget, or one seed is an outlier; more seeds are needed.
+- inconclusive: the interval contains the budget, one seed is an outlier, or there is only one seed;
+  more seeds are needed.
 
 The interval is that of Student's t distribution, which assumes normal differences, and is wider in
 the direction in which the differences are skewed. benchmarks/validate_coverage.py measures its
@@ -140,7 +141,9 @@ def has_outlier(interval: Interval, budget: float) -> bool:
 def judge_interval(interval: Interval, budget: float, direction: str = "min") -> str:
     """Returns "pass", "fail", "differs" or "inconclusive".
 
-    With one seed, the difference itself decides.
+    The difference of one seed, which has no interval, can only fail, differ or be inconclusive.
+
+    One seed has no interval, and never passes: its difference fails if it exceeds the budget.
 
     Args:
       interval: the mean of the differences; positive if the candidate is worse.
@@ -162,7 +165,8 @@ def judge_interval(interval: Interval, budget: float, direction: str = "min") ->
     if interval.high < -budget:
         return _rows.FAIL if is_two_sided else _rows.DIFFERS
     is_inside = interval.high <= budget and (interval.low >= -budget or not is_two_sided)
-    return _rows.PASS if is_inside and not has_outlier(interval, budget) else _rows.INCONCLUSIVE
+    is_certain = math.isfinite(interval.deviation) and not has_outlier(interval, budget)
+    return _rows.PASS if is_inside and is_certain else _rows.INCONCLUSIVE
 
 
 # ---------------------------------------------------------------------------
@@ -289,7 +293,9 @@ def _tested(
     text = f"{_rows.label(name)} {_shown(interval.mean, metric)}"
     if bounds and math.isfinite(interval.mean):
         text += f" ({' to '.join(_shown(x, metric) for x in bounds)})"
-    if verdict == _rows.INCONCLUSIVE and has_outlier(interval, limit):
+    if verdict == _rows.INCONCLUSIVE and not bounds:
+        text += " of one seed, which has no interval"
+    elif verdict == _rows.INCONCLUSIVE and has_outlier(interval, limit):
         far = _shown(interval.outlier, metric).lstrip("+")
         text += f" with an outlier, one seed at {far} from the others"
     return Comparison(

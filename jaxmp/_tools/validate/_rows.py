@@ -288,7 +288,7 @@ class CandidateResult:
       recipe: name of its recipe, or its policy.
       verdict: "pass", "fail", "differs" (better than the reference by more than the budget, or
         another loss on identical parameters) or "inconclusive" (the interval contains the budget,
-        or one seed is an outlier).
+        one seed is an outlier, or there is only one seed).
       headline: the verdict in one line, with number, budget, margin and the cause of a failure.
       causes: diagnosed causes, the most important first; empty for a candidate that passes.
       checks: comparisons with budgets; the first failing one decides the headline.

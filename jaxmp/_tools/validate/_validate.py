@@ -59,7 +59,7 @@ def validate(
       recipes: the candidates, in a list or a dict from names to recipes. A recipe with phases
         trains each of them in its steps, and the report names the first phase that fails.
       reference_recipe: the recipe to compare with.
-      seeds: number of seeds, or the seeds. With one seed, the result has no interval.
+      seeds: number of seeds, or the seeds. With one seed, no candidate passes.
       steps: number of training steps of each run.
       budgets: largest differences that pass. None: 0.5 % of the loss, 1 % in FP8; a number for the
         loss of all candidates; a `Budget`; or a dict of both by candidate.
