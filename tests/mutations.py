@@ -1990,6 +1990,13 @@ MUTATIONS = [
         ("test_audit.py::test_a_power_iteration_is_fp32_by_design",),
     ),
     Mutation(
+        "the fix of a power rounds its result to float16 again",
+        "jaxmp/_tools/audit/_check_ops.py",
+        "fix = _origins.fix_operation(op, back)\n        return",
+        "fix = _origins.fix_operation(op, dtype.name)\n        return",
+        ("test_audit.py::test_powers_overflow_in_float16_alone",),
+    ),
+    Mutation(
         "each sum of exponentials is a softmax",
         "jaxmp/_tools/audit/_check_ops.py",
         "if any(_is_divided(total, op) for total in sums) else",

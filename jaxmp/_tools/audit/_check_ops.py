@@ -289,7 +289,11 @@ def check_exponential(
         if dtype.name != "float16":
             return None
         message = f"{op.name} in float16: results above 65504 overflow"
-        return _report_forward_use(ForwardUse(op, message, "", _checks.WARNING), audit)
+        # Rounded back, a power overflows again, but not an activation that computes one.
+        function = _rewrite.known_function(op.expression)[0]
+        back = dtype.name if function.startswith(("jax.nn.", "flax.")) else ""
+        fix = _origins.fix_operation(op, back)
+        return _report_forward_use(ForwardUse(op, message, fix, _checks.WARNING), audit)
     # An argument that is rounded before its sine is a finding of its own.
     rounded = audit.flow.labels(_labels.RoundedInput, op.operands[0])
     if _role_of_exponential(op) or (rounded and op.name in _checks.PERIODIC):
