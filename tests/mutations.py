@@ -1997,6 +1997,20 @@ MUTATIONS = [
         ("test_audit.py::test_powers_overflow_in_float16_alone",),
     ),
     Mutation(
+        "a skipped step emits zeros in the shapes of the gradients",
+        "jaxmp/optim/_skip.py",
+        "not (same_structure and has_same_shapes)",
+        "not same_structure",
+        ("test_optim_optax.py::test_gradients_of_single_examples_are_averaged_by_the_optimizer",),
+    ),
+    Mutation(
+        "a scalar parameter with an FP32 master is a loss",
+        "jaxmp/_tools/audit/_check_ops.py",
+        "x.has_gradient or traced.variables",
+        "traced.variables",
+        ("test_audit.py::test_a_scalar_parameter_is_no_loss",),
+    ),
+    Mutation(
         "each sum of exponentials is a softmax",
         "jaxmp/_tools/audit/_check_ops.py",
         "if any(_is_divided(total, op) for total in sums) else",

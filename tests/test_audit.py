@@ -544,6 +544,22 @@ def test_powers_overflow_in_float16_alone():
         assert finding.fix.endswith(code) and finding.trial == "works"
 
 
+def test_a_scalar_parameter_is_no_loss():
+    """Such as the temperature of SAC, whose optimizer has an FP32 master."""
+    recipe = jaxmp.load_recipe("bf16_params")
+    tx = recipe.optimizer(optax.sgd(0.1))
+    params = jnp.float32(1.0)
+
+    def step(params, state, x):
+        loss_fn = lambda p: (jnp.exp(p.astype(jnp.float32)) * x).sum()
+        updates, state = tx.update(jaxmp.grad(loss_fn)(params), state, params)
+        with jax.numpy_dtype_promotion("standard"):
+            return optax.apply_updates(params, updates), state
+
+    arguments = recipe.cast_params(params), tx.init(params), shape(4, dtype=jnp.float32)
+    assert audit(step, *arguments, recipe=recipe).findings == ()
+
+
 @pytest.mark.parametrize("activation", [jax.nn.elu, jax.nn.softplus, jax.nn.selu, jax.nn.mish])
 def test_exponentials_of_at_most_zero_are_right(activation):
     with jax.numpy_dtype_promotion("standard"):

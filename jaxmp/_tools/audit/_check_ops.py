@@ -109,13 +109,16 @@ def check_loss(op: _checks.OpOccurrence, dtype: np.dtype, audit: _auditor.Audito
 def check_results(audit: _auditor.Auditor, traced: _trace.Traced) -> Iterable[_rows.Finding]:
     """Reports 16-bit scalars that the program returns alone or in tuples, such as losses.
 
-    Those that a step adds to one of its arguments are state, of which other checks report updates.
+    Those that a step adds to an argument, such as an FP32 master, are state, of which other
+    checks report updates.
     """
     for (path, aval), var in zip(traced.results, traced.jaxpr.outvars, strict=False):
         is_returned = all(isinstance(key, jtu.SequenceKey) for key in path)
         is_loss = aval.shape == () and aval.dtype in _core.FLOATS_16BIT and is_returned
-        updated = (traced.variables[x.number] for x in audit.flow.labels(_dataflow.Update, var))
-        is_loss &= not (audit.has_backward and any(v.aval.dtype == aval.dtype for v in updated))
+        updated = audit.flow.labels(_dataflow.Update, var) if audit.has_backward else ()
+        is_loss &= not any(
+            x.has_gradient or traced.variables[x.number].aval.dtype == aval.dtype for x in updated
+        )
         op = traced.maker_of(var, audit.findings) if is_loss else None
         if op is not None:
             message = f"result{jtu.keystr(path)} is a scalar in {aval.dtype.name}."
