@@ -2039,6 +2039,13 @@ MUTATIONS = [
         ("test_audit_fixes.py::test_a_cast_of_all_parameters_is_not_replaced",),
     ),
     Mutation(
+        "an update of indexed elements has a fix in words alone",
+        "jaxmp/_tools/fixes/_functions.py",
+        "at.add at.subtract",
+        "at.subtract",
+        ("test_audit_fixes.py::test_the_fixes_of_sums_of_segments",),
+    ),
+    Mutation(
         "the count of a segment's largest elements is a sum",
         "jaxmp/_tools/audit/_check_ops.py",
         '    if op.name == "scatter-add":\n',
