@@ -2046,6 +2046,20 @@ MUTATIONS = [
         ("test_audit_fixes.py::test_the_fixes_of_sums_of_segments",),
     ),
     Mutation(
+        "a scan converts the kernel of a matmul in front of its loop",
+        "jaxmp/_core/_wide.py",
+        "operands = lax.optimization_barrier(operands)",
+        "operands = tuple(operands)",
+        ("test_autocast.py::test_kernels_with_a_batch_axis_in_a_scan_multiply_in_16_bits",),
+    ),
+    Mutation(
+        "the rule of a rounded argument has its name in the loss",
+        "jaxmp/_tools/audit/_check_integers.py",
+        "for n in (read, name) if n in arguments][:1] or arguments",
+        "for n in (read, name) if n][:1] or arguments",
+        ("test_audit_fixes.py::test_the_rule_of_a_rounded_argument_has_its_name_in_the_model",),
+    ),
+    Mutation(
         "the count of a segment's largest elements is a sum",
         "jaxmp/_tools/audit/_check_ops.py",
         '    if op.name == "scatter-add":\n',

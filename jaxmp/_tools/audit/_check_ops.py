@@ -301,7 +301,7 @@ def check_exponential(
     rounded = audit.flow.labels(_labels.RoundedInput, op.operands[0])
     if _role_of_exponential(op) or (rounded and op.name in _checks.PERIODIC):
         return None
-    keep = _keep_parameter(op, audit)
+    keep = keep_parameter(op, audit)
     if not keep and (op.caller in _BOUNDED or _is_bounded(op.equation, op.body)):
         return None
     # A logarithm that is rounded again is reported where a loss sums it.
@@ -312,7 +312,7 @@ def check_exponential(
     return _report_forward_use(use, audit)
 
 
-def _keep_parameter(op: _checks.OpOccurrence, audit: _auditor.Auditor) -> str:
+def keep_parameter(op: _checks.OpOccurrence, audit: _auditor.Auditor) -> str:
     """Returns the rule that keeps a parameter in FP32, which a policy rounds before the operation.
 
     Returns:
@@ -339,7 +339,7 @@ class RoundedParameter(_labels.ConditionalFinding):
 @EXP_16BIT.on_operation("convert_element_type")
 def label_parameter(op: _checks.OpOccurrence, audit: _auditor.Auditor) -> RoundedParameter | None:
     """Labels a parameter that a policy rounds."""
-    fix = _keep_parameter(op, audit) if _checks.half_of(op.equation.outvars) is not None else ""
+    fix = keep_parameter(op, audit) if _checks.half_of(op.equation.outvars) is not None else ""
     message = "a parameter is rounded to 16 bits"
     return RoundedParameter(op, message, fix) if fix and op.is_forward else None
 
