@@ -2060,6 +2060,13 @@ MUTATIONS = [
         ("test_audit_fixes.py::test_the_rule_of_a_rounded_argument_has_its_name_in_the_model",),
     ),
     Mutation(
+        "a sum that a policy casts is that of a softmax",
+        "jaxmp/_tools/audit/_check_ops.py",
+        "    calls = _programs.CALLS | _programs.CUSTOM_DERIVATIVES\n",
+        "    calls = _programs.CALLS\n",
+        ("test_audit.py::test_a_sum_of_exponentials_is_a_softmax_only_if_a_quotient_follows",),
+    ),
+    Mutation(
         "the count of a segment's largest elements is a sum",
         "jaxmp/_tools/audit/_check_ops.py",
         '    if op.name == "scatter-add":\n',

@@ -96,6 +96,19 @@ def with_operand(expression: Expression, index: int, code: str) -> str:
     return expression.replaced_by(_Replaced(new).visit(node)) if new else ""
 
 
+def scaled(expression: Expression, sign: str, scale: float) -> str:
+    """Returns an operation of two arrays of which the first is multiplied by a scale, or divided.
+
+    It is no edit, because another line must change, too.
+    """
+    node = expression.copy()
+    first = next(iter(_operands(node, expression)), None)
+    if first is None:
+        return ""
+    product = ast.BinOp(first, ast.Mult() if sign == "*" else ast.Div(), ast.Constant(scale))
+    return ast.unparse(_Replaced({first: product}).visit(node))
+
+
 class _Replaced(ast.NodeTransformer):
     """Replaces nodes of a syntax tree."""
 
