@@ -385,7 +385,7 @@ def test_the_batch_is_no_width():
 # ---------------------------------------------------------------------------
 
 
-class Router(nn.Module):
+class Gate(nn.Module):
     @nn.compact
     def __call__(self, x):
         gates = nn.Dense(64, name="gates")(x)
@@ -394,7 +394,7 @@ class Router(nn.Module):
 
 @pytest.mark.parametrize("gradient", [False, True])
 def test_a_half_softmax(gradient):
-    loss, args = linen_loss(Router())
+    loss, args = linen_loss(Gate())
     report = audit(jax.grad(loss) if gradient else loss, *args, recipe="bf16")
     assert_named(the_only(report.errors, "softmax_16bit"), "", "a bf16 softmax")
     assert the_only(report.errors, "softmax_16bit").primitive == "exp"
@@ -489,7 +489,8 @@ def test_a_sum_of_exponentials_is_a_softmax_only_if_a_quotient_follows():
     share = lambda row: jnp.exp(row) / jnp.exp(row).sum()
     for fn, check in ((energy, "exp_16bit"), (share, "softmax_16bit")):
         assert check in checks(audit(jax.vmap(fn), rows))
-    assert "softmax_16bit" not in checks(audit(jax.vmap(energy), rows))
+    for fn in (energy, lambda row: jax.nn.relu(energy(row))):
+        assert "softmax_16bit" not in checks(audit(jax.vmap(fn), rows))
 
     def transported(cost):
         kernel, start = jnp.exp(-cost), jnp.ones((4, 1), jnp.bfloat16)
@@ -534,8 +535,30 @@ def test_a_rounded_count_is_no_rounded_loss():
 
 def test_powers_overflow_in_float16_alone():
     assert audit(lambda x: x**3, shape(4, 64)).findings == ()
-    report = audit(lambda x: x**3, shape(4, 64, dtype=jnp.float16))
-    assert report.ok and the_only(report.warnings, "exp_16bit").primitive == "integer_pow"
+    for fn, code in (
+        (lambda x: x**3, "    x.astype(jnp.float32) ** 3"),  # rounded back, it overflows again
+        (lambda x: jax.nn.gelu(x), "gelu(x.astype(jnp.float32)).astype(jnp.float16)"),
+    ):
+        report = audit(fn, shape(4, 64, dtype=jnp.float16))
+        finding = the_only(report.warnings, "exp_16bit")
+        assert report.ok and finding.primitive == "integer_pow"
+        assert finding.fix.endswith(code) and finding.trial == "works"
+
+
+def test_a_scalar_parameter_is_no_loss():
+    """Such as the temperature of SAC, whose optimizer has an FP32 master."""
+    recipe = jaxmp.load_recipe("bf16_params")
+    tx = recipe.optimizer(optax.sgd(0.1))
+    params = jnp.float32(1.0)
+
+    def step(params, state, x):
+        loss_fn = lambda p: (jnp.exp(p.astype(jnp.float32)) * x).sum()
+        updates, state = tx.update(jaxmp.grad(loss_fn)(params), state, params)
+        with jax.numpy_dtype_promotion("standard"):
+            return optax.apply_updates(params, updates), state
+
+    arguments = recipe.cast_params(params), tx.init(params), shape(4, dtype=jnp.float32)
+    assert audit(step, *arguments, recipe=recipe).findings == ()
 
 
 @pytest.mark.parametrize("activation", [jax.nn.elu, jax.nn.softplus, jax.nn.selu, jax.nn.mish])

@@ -228,10 +228,14 @@ def test_the_fixes_of_sums_of_segments(tmp_path):
     body = [
         "ids = jnp.arange(64) % 4",
         "top = jax.ops.segment_max(x, ids, 4)",
-        "return (jax.ops.segment_sum(x, ids, 4) - top).astype(jnp.float32).sum()",
+        "total = jnp.zeros((4, 16), bf).at[ids].add(x)",
+        "total = total - (jax.ops.segment_sum(x, ids, 4) - top)",
+        "return total.astype(jnp.float32).sum()",
     ]
-    (error,) = fixed(body, tmp_path, half())
-    assert (error.check, error.line) == ("reduction_16bit", 7)
+    errors = fixed(body, tmp_path, half())
+    assert [(error.check, error.line) for error in errors] == [
+        ("reduction_16bit", n) for n in (7, 8)
+    ]
 
 
 def test_an_expression_has_one_code_for_all_of_its_operations(tmp_path):
@@ -518,6 +522,36 @@ def test_parameters_that_enter_an_exponential_are_read_in_fp32(is_nnx):
     expected = {f"jaxmp.Rule('**:{name}', 'c=f32')" for name in ("step_bias", "log_rate")}
     assert rules_for([]) >= expected and not any("logits" in rule for rule in rules_for([]))
     assert not rules_for([eval(rule) for rule in expected])
+
+
+class Waves(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return jnp.stack([jnp.sin(3 * row) for row in x.T], -1)
+
+
+class Field(nn.Module):
+    @nn.compact
+    def __call__(self, coordinates):
+        return nn.Dense(16)(Waves()(coordinates))
+
+
+@pytest.mark.parametrize("scale", [1.0, 100.0])
+def test_the_rule_of_a_rounded_argument_has_its_name_in_the_model(scale):
+    """The model reads an argument of the loss, or an array that is computed from it."""
+    points, recipe = jnp.ones((4, 2)), jaxmp.load_recipe("bf16")
+    params = Field().init(jax.random.key(0), points)
+
+    def report(recipe):
+        model = recipe.wrap(Field())
+        fn = lambda params, batch: model.apply(params, scale * batch["points"])
+        loss = lambda params, batch: (fn(params, batch) ** 2).mean()
+        return jaxmp.audit(jax.grad(loss), params, {"points": points}, recipe=recipe)
+
+    fix = the_only(report(recipe).errors, "rounded_input").fix
+    names = {"recipe": recipe, "jaxmp": jaxmp}
+    exec(fix.split("\n")[1].strip(), names)
+    assert report(names["recipe"]).ok
 
 
 def calls_of(text):

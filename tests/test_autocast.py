@@ -450,6 +450,17 @@ def test_scans_keep_the_dtypes_of_their_carry():
     np.testing.assert_array_equal(autocast(fn, MIXED)(w, x), x)
 
 
+def test_kernels_with_a_batch_axis_in_a_scan_multiply_in_16_bits():
+    """XLA's CPU compiler converts their operands, of which the kernel is the same in each step."""
+
+    def loss(w, x):
+        step = lambda h, row: (jnp.einsum("bki,kio->bko", h + row, w.astype(h.dtype)), None)
+        return jnp.mean(lax.scan(step, jnp.zeros((2, 4, 8)), x)[0] ** 2)
+
+    grad = jax.grad(jaxmp.autocast(loss, "bf16"))
+    assert jaxmp.audit(grad, jnp.ones((4, 8, 8)), jnp.ones((3, 2, 4, 8))).low_precision_share == 1
+
+
 def test_the_carry_of_a_scan_is_not_weakly_typed():
     def outside(w, x):
         total, _ = lax.scan(lambda c, row: (c + row.sum(), None), jnp.zeros(()), x)

@@ -186,6 +186,18 @@ def test_lookahead_in_a_plain_loop_skips_with_zero_updates():
         assert not np.any(updates.fast["head"]) and int(new.stats.total) == 1
 
 
+def test_gradients_of_single_examples_are_averaged_by_the_optimizer():
+    """As by `optax.contrib.dpsgd`, whose updates have an axis less than the gradients."""
+    average = lambda grads, *_: jax.tree.map(lambda g: -g.mean(0), grads)
+    params, grads = jnp.ones((2, 4)), jnp.arange(24.0).reshape(3, 2, 4)
+    for skip in ("cond", "select"):
+        tx = jaxmp.optim._skip.skip_nonfinite(optax.stateless(average), skip=skip)
+        updates, state = tx.update(grads, tx.init(params), params)
+        np.testing.assert_array_equal(updates, -grads.mean(0))
+        updates, state = tx.update(grads * jnp.nan, state, params)
+        assert updates.shape == params.shape and not np.any(updates) and int(state.stats.total) == 1
+
+
 def test_parameters_that_an_addition_made_wide_are_named_with_both_fixes():
     recipe = jaxmp.load_recipe("bf16_params")
     tx = recipe.optimizer(optax.sgd(0.1))

@@ -80,6 +80,8 @@ def widened_product(product: Callable[..., jax.Array], *operands: jax.Array) -> 
     """
 
     def multiply(*operands: jax.Array) -> jax.Array:
+        # A scan would convert an operand that all steps read in front of its loop.
+        operands = lax.optimization_barrier(operands)
         wide = [o.astype(_dtypes.FLOAT32) if _dtypes.is_16bit(o.dtype) else o for o in operands]
         return product(*wide, preferred_element_type=_dtypes.FLOAT32)
 

@@ -259,6 +259,8 @@ def skip_nonfinite(
         _compat.check_axes(axes)
         assigns = state.settings.assigns
         same_structure = params is None or jax.tree.structure(grads) == jax.tree.structure(params)
+        pairs = zip(jax.tree.leaves(grads), jax.tree.leaves(params), strict=False)
+        has_same_shapes = all(jnp.shape(g) == jnp.shape(p) for g, p in pairs)
 
         def read() -> PyTree:
             inner_state = state.inner_state
@@ -298,11 +300,11 @@ def skip_nonfinite(
             finite = lax.bitwise_and(finite, _compat.agree(noted, axes) if axes else noted)
 
         def reject(old_state: PyTree, overflow: jax.Array | None = None) -> _Outcome:
-            # A skipped step emits zeros in the structure of the updates. This is the structure of
-            # the gradients, except under wrappers such as `optax.lookahead`, which has two copies
-            # of the parameters.
+            # A skipped step emits zeros in the form of the updates. This is the form of the
+            # gradients, except under `optax.lookahead`, which has two copies of the parameters, and
+            # `optax.contrib.dpsgd`, which averages gradients of single examples.
             like: PyTree = () if assigns else grads
-            if not assigns and not same_structure:
+            if not assigns and not (same_structure and has_same_shapes):
                 like = jax.eval_shape(do_update, old_state)[0]
             if overflow is None:
                 overflow = overflow_leaf(old_state)

@@ -14,7 +14,7 @@ from jaxmp._tools.audit import _auditor, _check_ops, _checks, _rows, _trace
 from jaxmp._tools.audit._dataflow import GRADIENT, From, is_argument, powers_of
 from jaxmp._tools.audit._labels import ConditionalFinding, Logits
 from jaxmp._tools.audit._origins import SUMS, fix_expression, fix_operation
-from jaxmp._tools.fixes._rewrite import with_finite_numbers
+from jaxmp._tools.fixes._rewrite import scaled, with_finite_numbers
 
 FLOAT16_RANGE = _checks.Check(
     id="float16_range",
@@ -201,8 +201,10 @@ def label_logits(op: _checks.OpOccurrence, audit: _auditor.Auditor) -> UnscaledL
         if isinstance(label, Logits) and not label.normalized and _is_of_activations(label, audit):
             message = "queries and keys are multiplied in float16, and the logits are scaled later"
             sign = "*" if op.name == "mul" else "/"
-            fix = f"Scale the queries before the matmul, instead of the logits at {op.where}:\n"
-            return UnscaledLogits(label.op, message, f"{fix}    q = q {sign} {value:.6g}")
+            fix = f"Scale the queries before the matmul, instead of the logits at {op.where}"
+            code = scaled(label.op.expression, sign, float(f"{value:.6g}"))
+            fix = f"{fix}:\n    {code}" if code else f"{fix}, by {sign} {value:.6g}."
+            return UnscaledLogits(label.op, message, fix)
     return None
 
 

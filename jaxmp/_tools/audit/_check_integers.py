@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 
 import jax.numpy as jnp
@@ -34,7 +35,13 @@ def check_rounding(op: _checks.OpOccurrence, audit: _auditor.Auditor) -> None:
         fix = fix if op.location.names or not rounded else rounded[0]
         audit.add(ROUNDED_INPUT, op, message, fix)
         return
-    audit.report(RoundedValue, operands, f", and its {op.name} is computed at {op.where}")
+    for value in audit.flow.labels(RoundedValue, *operands):
+        if not value.op.is_own_call and not _origins.is_in_flax(value.op):  # A policy casts it.
+            rule = _check_ops.keep_parameter(value.op, audit)
+            if not rule and not value.op.module:
+                rule = _keep_input("", value.op.dtype.name, op, audit)
+            value.remedy = rule or value.remedy
+        value.report(f", and its {op.name} is computed at {op.where}")
 
 
 class RoundedValue(_labels.ConditionalFinding):
@@ -82,19 +89,34 @@ def check_complement(op: _checks.OpOccurrence, audit: _auditor.Auditor) -> None:
 def _keep_input(name: str, dtype: str, op: _checks.OpOccurrence, audit: _auditor.Auditor) -> str:
     """Returns the rules that keep an argument in FP32 where a module computes its sine.
 
+    Args:
+      name: that of the argument of the program; "" if the model reads a computed array.
+      dtype: to which the policies cast it.
+      op: the sine.
+      audit: the audit.
+
     Returns:
-      "" outside of modules, where no policy casts the argument.
+      "" outside of modules with policies, where no policy casts the argument.
     """
-    if not op.location.names:
+    arguments = _arguments_of_model(op) if op.location.names else []
+    if not arguments:
         return ""
-    path, name, parts = op.module, op.expression.argument or name, list[str]()
-    if name != "NAME":
-        keep = f"    Rule('', keep_inputs=[{name!r}])"
-        parts.append(f"Keep the argument by a rule with its name in the model's __call__:\n{keep}")
-    if path:
-        start = "Also compute" if parts else "Compute"
-        parts.append(f"{start} this module in FP32:\n    Rule({path!r}, 'c=f32,o={dtype}')")
-    return "\n".join(parts)
+    read = op.expression.argument
+    names = [n for n in (read, name) if n in arguments][:1] or arguments
+    rules = [f"jaxmp.Rule('', keep_inputs={names})"]
+    if op.module:
+        rules.append(f"jaxmp.Rule({op.module!r}, 'c=f32,o={dtype}')")
+    rule = audit.context.with_rule(", ".join(rules))
+    return f"Keep the argument of the model in FP32, by rules of the recipe:\n    {rule}"
+
+
+def _arguments_of_model(op: _checks.OpOccurrence) -> list[str]:
+    """Returns the names of the arguments of the outermost method that policies cast."""
+    is_outside = lambda code: not code.co_filename.endswith("_method_call.py")
+    codes = itertools.dropwhile(is_outside, reversed(op.codes))
+    method = next((c for c in codes if op.findings.lines.is_own(c.co_filename)), None)
+    count = 0 if method is None else method.co_argcount + method.co_kwonlyargcount
+    return [] if method is None else list(method.co_varnames[1:count])
 
 
 ROUNDED_INTEGER = _checks.Check(

@@ -109,13 +109,16 @@ def check_loss(op: _checks.OpOccurrence, dtype: np.dtype, audit: _auditor.Audito
 def check_results(audit: _auditor.Auditor, traced: _trace.Traced) -> Iterable[_rows.Finding]:
     """Reports 16-bit scalars that the program returns alone or in tuples, such as losses.
 
-    Those that a step adds to one of its arguments are state, of which other checks report updates.
+    Those that a step adds to an argument, such as an FP32 master, are state, of which other
+    checks report updates.
     """
     for (path, aval), var in zip(traced.results, traced.jaxpr.outvars, strict=False):
         is_returned = all(isinstance(key, jtu.SequenceKey) for key in path)
         is_loss = aval.shape == () and aval.dtype in _core.FLOATS_16BIT and is_returned
-        updated = (traced.variables[x.number] for x in audit.flow.labels(_dataflow.Update, var))
-        is_loss &= not (audit.has_backward and any(v.aval.dtype == aval.dtype for v in updated))
+        updated = audit.flow.labels(_dataflow.Update, var) if audit.has_backward else ()
+        is_loss &= not any(
+            x.has_gradient or traced.variables[x.number].aval.dtype == aval.dtype for x in updated
+        )
         op = traced.maker_of(var, audit.findings) if is_loss else None
         if op is not None:
             message = f"result{jtu.keystr(path)} is a scalar in {aval.dtype.name}."
@@ -144,6 +147,8 @@ def _is_divided(total: _programs.Equation, op: _checks.OpOccurrence) -> bool:
     """
     waiting = [(var, op) for var in total.outvars]
     seen: set[_programs.Atom] = set()
+    # A policy casts by a function with a derivative of its own.
+    calls = _programs.CALLS | _programs.CUSTOM_DERIVATIVES
     while waiting:
         var, within = waiting.pop()
         if var in seen:
@@ -157,9 +162,9 @@ def _is_divided(total: _programs.Equation, op: _checks.OpOccurrence) -> bool:
             names = {name}.union(*map(_programs.primitives, inside))
             is_numerator = name == "div" and var is reader.invars[0]
             is_divisor = bool(names & _DIVIDES) and not is_numerator
-            if is_divisor or (inside and name not in _programs.CALLS):
+            if is_divisor or (inside and name not in calls):
                 return True
-            if name in _programs.CALLS | _KEEPS_SUM:
+            if name in calls | _KEEPS_SUM:
                 waiting += [(result, place) for result in reader.outvars]
     return False
 
@@ -289,12 +294,16 @@ def check_exponential(
         if dtype.name != "float16":
             return None
         message = f"{op.name} in float16: results above 65504 overflow"
-        return _report_forward_use(ForwardUse(op, message, "", _checks.WARNING), audit)
+        # Rounded back, a power overflows again, but not an activation that computes one.
+        function = _rewrite.known_function(op.expression)[0]
+        back = dtype.name if function.startswith(("jax.nn.", "flax.")) else ""
+        fix = _origins.fix_operation(op, back)
+        return _report_forward_use(ForwardUse(op, message, fix, _checks.WARNING), audit)
     # An argument that is rounded before its sine is a finding of its own.
     rounded = audit.flow.labels(_labels.RoundedInput, op.operands[0])
     if _role_of_exponential(op) or (rounded and op.name in _checks.PERIODIC):
         return None
-    keep = _keep_parameter(op, audit)
+    keep = keep_parameter(op, audit)
     if not keep and (op.caller in _BOUNDED or _is_bounded(op.equation, op.body)):
         return None
     # A logarithm that is rounded again is reported where a loss sums it.
@@ -305,7 +314,7 @@ def check_exponential(
     return _report_forward_use(use, audit)
 
 
-def _keep_parameter(op: _checks.OpOccurrence, audit: _auditor.Auditor) -> str:
+def keep_parameter(op: _checks.OpOccurrence, audit: _auditor.Auditor) -> str:
     """Returns the rule that keeps a parameter in FP32, which a policy rounds before the operation.
 
     Returns:
@@ -332,7 +341,7 @@ class RoundedParameter(_labels.ConditionalFinding):
 @EXP_16BIT.on_operation("convert_element_type")
 def label_parameter(op: _checks.OpOccurrence, audit: _auditor.Auditor) -> RoundedParameter | None:
     """Labels a parameter that a policy rounds."""
-    fix = _keep_parameter(op, audit) if _checks.half_of(op.equation.outvars) is not None else ""
+    fix = keep_parameter(op, audit) if _checks.half_of(op.equation.outvars) is not None else ""
     message = "a parameter is rounded to 16 bits"
     return RoundedParameter(op, message, fix) if fix and op.is_forward else None
 

@@ -105,6 +105,8 @@ METHODS: Mapping[str, Function] = {
     name: form
     for names, form in {
         "sum mean prod cumsum cumprod var std dot max min clip trace ptp": _ARRAY,
+        # Updates of indexed elements, such as `x.at[i].add(y)`.
+        "at.add at.subtract at.multiply at.mul": _ARRAY,
         "argmax argmin argsort": _INDICES,
     }.items()
     for name in names.split()

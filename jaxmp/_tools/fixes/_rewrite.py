@@ -29,7 +29,8 @@ def known_function(expression: Expression) -> tuple[str, _functions.Function | N
         return "", None
     name = expression.name_of(node.func)
     if not name and isinstance(node.func, ast.Attribute):
-        return node.func.attr, _functions.METHODS.get(node.func.attr)
+        method = node.func.attr if _indexed(node.func) is None else f"at.{node.func.attr}"
+        return method, _functions.METHODS.get(method)
     return name, _functions.FUNCTIONS.get(name)
 
 
@@ -93,6 +94,19 @@ def with_operand(expression: Expression, index: int, code: str) -> str:
     operands = _operands(node, expression)[index : index + 1]
     new = {operand: parsed(code) for operand in operands}
     return expression.replaced_by(_Replaced(new).visit(node)) if new else ""
+
+
+def scaled(expression: Expression, sign: str, scale: float) -> str:
+    """Returns an operation of two arrays of which the first is multiplied by a scale, or divided.
+
+    It is no edit, because another line must change, too.
+    """
+    node = expression.copy()
+    first = next(iter(_operands(node, expression)), None)
+    if first is None:
+        return ""
+    product = ast.BinOp(first, ast.Mult() if sign == "*" else ast.Div(), ast.Constant(scale))
+    return ast.unparse(_Replaced({first: product}).visit(node))
 
 
 class _Replaced(ast.NodeTransformer):
@@ -201,7 +215,11 @@ def _with_wide_arguments(node: ast.Call, name: str, row: _functions.Function) ->
             node.keywords.append(ast.keyword("dtype", _WIDE))
         return node
     if name in _functions.METHODS and isinstance(node.func, ast.Attribute):
-        node.func.value = cast(node.func.value)
+        indexed = _indexed(node.func)
+        owner = node.func if indexed is None else indexed
+        owner.value = cast(owner.value)
+        if indexed is not None:
+            node.args[:1] = [each if _is_number(each) else cast(each) for each in node.args[:1]]
         return node
     arrays = (
         n for n in _functions.arguments_of(node, name, row) if not isinstance(n, ast.Constant)
@@ -210,6 +228,12 @@ def _with_wide_arguments(node: ast.Call, name: str, row: _functions.Function) ->
     if first is None:
         return None
     return _Replaced({first: (_cast_tree if row.is_tree else cast)(first)}).visit(node)
+
+
+def _indexed(method: ast.Attribute) -> ast.Attribute | None:
+    """Returns `x.at` of the method `x.at[i].add`; None for another method."""
+    at = method.value.value if isinstance(method.value, ast.Subscript) else None
+    return at if isinstance(at, ast.Attribute) and at.attr == "at" else None
 
 
 def with_sums(expression: Expression, dtype: str) -> str:
