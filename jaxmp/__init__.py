@@ -5,18 +5,7 @@ from __future__ import annotations
 __version__ = "0.1.0"
 
 import importlib as _importlib
-import os as _os
-import sys as _sys
 import typing as _typing
-
-try:
-    import jax as _jax  # noqa: F401
-except ValueError as _error:
-    # The value of a variable such as JAX_ENABLE_X64. The command prints no traceback.
-    if _os.path.basename(_sys.argv[0]) not in ("jaxmp", "-m"):
-        raise
-    print(f"jaxmp: {_error}. Change or unset this environment variable.", file=_sys.stderr)
-    _sys.exit(2)
 
 from jaxmp import errors, fp8, functional, optim, typing
 from jaxmp._core import default_target

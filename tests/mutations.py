@@ -2147,13 +2147,6 @@ MUTATIONS = [
         ("test_examples.py::test_an_argument_that_is_not_allowed_is_one_sentence",),
     ),
     Mutation(
-        "a variable that JAX refuses is a traceback of the command",
-        "jaxmp/__init__.py",
-        'not in ("jaxmp", "-m")',
-        'not in ("jaxmp",)',
-        ("test_cli.py::test_what_python_or_jax_cannot_start_with_is_one_sentence",),
-    ),
-    Mutation(
         "two options that exclude each other are accepted",
         "jaxmp/_tools/cli/_app.py",
         "if len(passed) > 1:",

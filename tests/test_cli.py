@@ -314,20 +314,17 @@ def test_without_the_extra_it_says_what_to_install(package):
     )
 
 
-@pytest.mark.parametrize(
-    "command, error",
-    [
-        ("JAX_ENABLE_X64=maybe {} -m jaxmp recipes", "'maybe' for environment 'JAX_ENABLE_X64'"),
-        ("mkdir gone; cd gone; rmdir ../gone; {} -m jaxmp recipes", "directory was deleted"),
-    ],
-)
-def test_what_python_or_jax_cannot_start_with_is_one_sentence(tmp_path, command, error):
-    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+def test_a_deleted_directory_is_one_sentence(tmp_path):
     done = subprocess.run(
-        command.format(sys.executable), shell=True, cwd=tmp_path, env=env, capture_output=True
+        f"mkdir gone; cd gone; rmdir ../gone; {sys.executable} -m jaxmp recipes",
+        shell=True,
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
     )
-    assert done.returncode == 2 and not done.stdout and done.stderr.count(b"\n") == 1
-    assert error in done.stderr.decode()
+    assert done.returncode == 2 and done.stderr.count("\n") == 1
+    assert "directory was deleted" in done.stderr
 
 
 def test_the_command_and_the_module_are_one():

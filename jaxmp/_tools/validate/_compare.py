@@ -141,8 +141,6 @@ def has_outlier(interval: Interval, budget: float) -> bool:
 def judge_interval(interval: Interval, budget: float, direction: str = "min") -> str:
     """Returns "pass", "fail", "differs" or "inconclusive".
 
-    The difference of one seed, which has no interval, can only fail, differ or be inconclusive.
-
     One seed has no interval, and never passes: its difference fails if it exceeds the budget.
 
     Args:
