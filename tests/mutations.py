@@ -1807,6 +1807,22 @@ MUTATIONS = [
         ("test_hints.py::test_each_training_whose_parts_do_not_fit_has_a_hint",),
     ),
     Mutation(
+        "the forward function of an nn.custom_vjp loses its policies without a word",
+        "jaxmp/_flax/_linen_interceptor.py",
+        "if is_primal and not _labels.labeling():",
+        "if False:",
+        (
+            "test_linen_transforms.py::test_a_forward_function_that_runs_after_the_model_is_not_silent",
+        ),
+    ),
+    Mutation(
+        "a forward pass of a mixin is not cast without a word",
+        "jaxmp/_flax/_linen_interceptor.py",
+        'if not issubclass(base, nn.Module) and not hasattr(vars(base)[name], "nowrap"):',
+        "if False:",
+        ("test_linen_transforms.py::test_a_forward_pass_that_no_module_defines_is_said",),
+    ),
+    Mutation(
         "a norm of weights writes them in another dtype",
         "jaxmp/_flax/_nnx_subclass.py",
         'object.__setattr__(module, "dtype", kernel.dtype)',

@@ -16,6 +16,7 @@ from jaxmp._flax._linen_interceptor import module_paths
 from jaxmp._flax._linen_model import apply_policy
 from jaxmp._policies._load import PolicyMap
 from jaxmp._policies._rules import Rule
+from jaxmp.errors import CompositionError, RecipeWarning
 from models import MIXED
 from models_linen import MLP, Block
 from programs import dtypes, module_path, named, products, trace
@@ -341,6 +342,7 @@ class WeightNormed(nn.Module):
     ids=lambda model: type(model).__name__,
 )
 @fast_cases("Conditional", "CustomGradient", "Mapped", "WhileLoop")
+@pytest.mark.filterwarnings("ignore:The nn.custom_vjp of:jaxmp.errors.RecipeWarning")
 def test_transformation_computes_in_bf16(model):
     x = floats(2, 4)
     variables = nn.meta.unbox(model.init(KEY, x))
@@ -350,6 +352,64 @@ def test_transformation_computes_in_bf16(model):
     got, reference = wrapped.apply(variables, x), model.apply(variables, x)
     assert got.dtype == jnp.float32
     assert jnp.allclose(got, reference, rtol=0.05, atol=0.05)
+
+
+class Scaled(nn.Module):
+    """Model with a `custom_vjp` of JAX, whose forward function reads a parameter of a module."""
+
+    @nn.compact
+    def __call__(self, x):
+        scale = Scale()
+        scaled = jax.custom_vjp(lambda x: scale(x))
+        scaled.defvjp(lambda x: (scale(x), None), lambda _, g: (g.astype(x.dtype),))
+        return scaled(x)
+
+
+class Scale(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return x * self.param("scale", nn.initializers.ones, (2, 4))
+
+
+def test_a_forward_function_that_runs_after_the_model_is_not_silent():
+    x = floats(2, 4)
+    warns = pytest.warns(RecipeWarning, match="traced before it is differentiated")
+    raises = pytest.raises(CompositionError, match="'Scale_0' is called after `apply` has ended")
+    late = lambda loss: jax.grad(jax.jit(loss))
+    for model, said, transform in ((CustomGradient(), warns, jax.jit), (Scaled(), raises, late)):
+        wrapped, variables = apply_policy(model, MIXED), model.init(KEY, x)
+        loss = lambda x, wrapped=wrapped, variables=variables: wrapped.apply(variables, x).sum()
+        trace(jax.grad(loss), x)
+        with said:
+            trace(transform(loss), x)
+
+
+class Mixin:
+    def __call__(self, x):
+        return self.dense(x)
+
+
+class Mixed(Mixin, nn.Module):
+    def setup(self):
+        self.dense = nn.Dense(4)
+
+
+class Named(Mixed):
+    __call__ = Mixin.__call__  # as the warning says
+
+
+class Holder(nn.Module):
+    inner: nn.Module
+
+    def __call__(self, x):
+        return self.inner(x)
+
+
+def test_a_forward_pass_that_no_module_defines_is_said():
+    x, models = floats(2, 4), [apply_policy(Holder(cls()), MIXED) for cls in (Mixed, Named)]
+    with pytest.warns(RecipeWarning, match="__call__ = Mixin.__call__"):
+        models[0].apply(models[0].init(KEY, x), x)
+    models[1].apply(models[1].init(KEY, x), x)
 
 
 @EXPENSIVE

@@ -18,7 +18,7 @@ from flax.linen.dtypes import promote_dtype
 
 from jaxmp import _core, _programs
 from jaxmp._attention._layer import attention_under_policy
-from jaxmp._core import PyTree
+from jaxmp._core import PyTree, _compat
 from jaxmp._flax import _fp8_layers
 from jaxmp._flax._casts import ModulePolicy, cast_like, written_back
 from jaxmp._flax._layer_table import (
@@ -114,6 +114,13 @@ def _casting_param(ref: Callable[[], Any], module_policy: ModulePolicy) -> Calla
         name: str, init_fn: Callable[..., Any], *init_args: PyTree, **kwargs: PyTree
     ) -> PyTree:
         module = ref()
+        if _compat.current_context().policies is None:
+            raise CompositionError(
+                f"{'/'.join(module.path)!r} is called after `apply` has ended, as by the forward "
+                "function of a custom_vjp under jax.jit, so that its policies cannot cast its "
+                "inputs. Do not wrap the model; apply the recipe to each operation: loss_fn = "
+                "jaxmp.autocast(loss_fn, recipe)."
+            )
         value = type(module).param(module, name, init_fn, *init_args, **kwargs)
         return _core.cast_floating(value, module_policy.param_dtype(name))
 

@@ -159,6 +159,21 @@ def _check_bridge(module: nn.Module, path: Path) -> None:
         )
 
 
+def _check_mixins(cls: type, path: Path, module_policy: ModulePolicy) -> None:
+    """Warns of a forward pass that a plain class defines, which Flax does not intercept."""
+    for name in ("__call__", *module_policy.policy.forward_methods):
+        base = next((base for base in cls.__mro__ if name in vars(base)), nn.Module)
+        if not issubclass(base, nn.Module) and not hasattr(vars(base)[name], "nowrap"):
+            own, plain = cls.__name__, base.__name__
+            _core.warn_user(
+                f"Policies do not cast the arguments of {name!r} of {'/'.join(path)!r}, because "
+                f"{plain}, which is not a Flax module, defines it. Flax wraps what the class of "
+                f"the module names:\n    class {own}({plain}, nn.Module):\n"
+                f"        {name} = {plain}.{name}",
+                repeats=False,
+            )
+
+
 # ---------------------------------------------------------------------------
 # The interceptor
 # ---------------------------------------------------------------------------
@@ -197,13 +212,29 @@ def intercept(
     if root.is_by_path:
         key_scopes(module)
     if method == "setup":
+        _check_mixins(type(module), root.path_of(module), module_policy)
         return call(*args, **kwargs)
     is_function = not hasattr(type(module), method)
     is_lifted = isinstance(module.parent, Scope) and not is_inside
     # The transformation whose body is called, such as "scan(block)".
     lifted = next(reversed(module.scope.debug_path), "") if is_lifted else ""
+    is_primal = lifted.startswith("custom_vjp(") and kwargs.get("needs_residual") is False
+    if is_primal and not _labels.labeling():
+        _check_custom_vjp(root.path_of(module), args)
     under_policy = LinenCall(module, module_policy, method, keeps_dtype, is_function, lifted)
     return under_policy.run(method_under_policy(under_policy, call), args, kwargs)
+
+
+def _check_custom_vjp(path: Path, args: tuple[PyTree, ...]) -> None:
+    """Warns of an `nn.custom_vjp` whose forward function JAX calls after the model has ended."""
+    if any(_compat.trace_of(leaf) is not None for leaf in jax.tree.leaves(args)):
+        _core.warn_user(
+            f"The nn.custom_vjp of {'/'.join(path)!r} is traced before it is differentiated. If "
+            "the gradient of what is traced is computed, its forward function runs after the "
+            "model, without policies. Differentiate first, jax.jit(jax.grad(loss_fn)), or do not "
+            "wrap the model: loss_fn = jaxmp.autocast(loss_fn, recipe).",
+            repeats=False,
+        )
 
 
 def _keeps_dtype(module: Any, module_policy: ModulePolicy, operands: PyTree) -> bool:
