@@ -2067,6 +2067,13 @@ MUTATIONS = [
         ("test_audit.py::test_a_sum_of_exponentials_is_a_softmax_only_if_a_quotient_follows",),
     ),
     Mutation(
+        "an input of a model has the fix of a parameter",
+        "jaxmp/_tools/audit/_check_state.py",
+        "name not in _OF_FLAX and roles[number] != _roles.INPUT",
+        "name not in _OF_FLAX",
+        ("test_audit_fixes.py::test_an_input_is_no_parameter",),
+    ),
+    Mutation(
         "the count of a segment's largest elements is a sum",
         "jaxmp/_tools/audit/_check_ops.py",
         '    if op.name == "scatter-add":\n',
