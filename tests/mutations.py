@@ -2074,6 +2074,13 @@ MUTATIONS = [
         ("test_audit_fixes.py::test_an_input_is_no_parameter",),
     ),
     Mutation(
+        "each result of a barrier has the labels of all operands",
+        "jaxmp/_tools/audit/_labels.py",
+        'if name == "optimization_barrier":',
+        'if name == "":',
+        ("test_audit.py::test_a_barrier_of_two_arrays_mixes_no_labels",),
+    ),
+    Mutation(
         "the count of a segment's largest elements is a sum",
         "jaxmp/_tools/audit/_check_ops.py",
         '    if op.name == "scatter-add":\n',
