@@ -2121,6 +2121,20 @@ MUTATIONS = [
         ("test_audit.py::test_a_sum_of_exponentials_is_a_softmax_only_if_a_quotient_follows",),
     ),
     Mutation(
+        "an input of a model has the fix of a parameter",
+        "jaxmp/_tools/audit/_check_state.py",
+        "name not in _OF_FLAX and roles[number] != _roles.INPUT",
+        "name not in _OF_FLAX",
+        ("test_audit_fixes.py::test_an_input_is_no_parameter",),
+    ),
+    Mutation(
+        "each result of a barrier has the labels of all operands",
+        "jaxmp/_tools/audit/_labels.py",
+        'if name == "optimization_barrier":',
+        'if name == "":',
+        ("test_audit.py::test_a_barrier_of_two_arrays_mixes_no_labels",),
+    ),
+    Mutation(
         "the count of a segment's largest elements is a sum",
         "jaxmp/_tools/audit/_check_ops.py",
         '    if op.name == "scatter-add":\n',

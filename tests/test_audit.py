@@ -561,6 +561,20 @@ def test_a_scalar_parameter_is_no_loss():
     assert audit(step, *arguments, recipe=recipe).findings == ()
 
 
+def test_a_barrier_of_two_arrays_mixes_no_labels():
+    """XLA's CPU compiler converts activations and scaled gradients for the gradient of a weight."""
+    recipe, params = jaxmp.load_recipe("fp16"), jnp.ones((16, 16))
+    tx = recipe.optimizer(optax.sgd(0.1))
+    loss_fn = jaxmp.autocast(lambda w, x: ((x @ w) ** 2).mean(), recipe)
+
+    def step(params, state, x):
+        grads = jaxmp.grad(loss_fn, loss_scale=jaxmp.get_loss_scale(state))(params, x)
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    assert audit(step, params, tx.init(params), jnp.ones((8, 16)), recipe=recipe).ok
+
+
 @pytest.mark.parametrize("activation", [jax.nn.elu, jax.nn.softplus, jax.nn.selu, jax.nn.mish])
 def test_exponentials_of_at_most_zero_are_right(activation):
     with jax.numpy_dtype_promotion("standard"):

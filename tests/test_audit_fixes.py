@@ -554,6 +554,20 @@ def test_the_rule_of_a_rounded_argument_has_its_name_in_the_model(scale):
     assert report(names["recipe"]).ok
 
 
+class Logs(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return nn.Dense(16)(jnp.log(jnp.abs(x) + 1))
+
+
+def test_an_input_is_no_parameter():
+    batch, model = {"x": jnp.ones((4, 16))}, jaxmp.load_recipe("bf16").wrap(Logs())
+    params = model.init(jax.random.key(0), batch["x"])
+    loss = lambda params, batch: model.apply(params, batch["x"]).mean()
+    report = jaxmp.audit(jax.grad(loss), params, batch, recipe="bf16")
+    assert the_only(report.errors, "exp_16bit").trial == "works"
+
+
 def calls_of(text):
     """Returns the calls of rules in the code of fixes."""
     return [ast.parse(code) for code in re.findall(r"jaxmp\.Rule\([^)]*\)", text)]

@@ -100,11 +100,12 @@ def label_arguments(audit: _auditor.Auditor, traced: Traced) -> None:
         audit.flow.mark(var, label)
     # Under `vmap`, a loss scale is an array.
     scales = {var for _, var in traced.dynamic_scales()}
-    for number, (var, leaf) in enumerate(zip(traced.variables, traced.leaves, strict=True)):
+    roles, leaves = traced.roles(), traced.leaves
+    for number, (var, leaf) in enumerate(zip(traced.variables, leaves, strict=True)):
         if _checks.dtype_of(var) in _checks.FLOATS:
             audit.flow.mark(var, From(number, _dataflow.PLUS))
             *owner, name = _core.path_names(leaf.path)
-            if name not in _OF_FLAX:
+            if name not in _OF_FLAX and roles[number] != _roles.INPUT:
                 audit.flow.mark(var, _labels.Summand(tuple(owner), name))
             if var.aval.size == 1:
                 audit.flow.mark(var, _dataflow.SCALAR)

@@ -274,6 +274,10 @@ class Flow:
           is_call: True for one with sub-jaxprs, before these are entered.
         """
         equation, name = op.equation, op.name
+        if name == "optimization_barrier":
+            pairs = zip(equation.outvars, equation.invars, strict=True)
+            self._labels.update({result: self.of(var) for result, var in pairs})
+            return
         labels = self._read(op, is_call)
         is_plain = labels == _GRADIENT and name in _PLAIN
         if is_plain or not (labels or name == "broadcast_in_dim"):

@@ -204,6 +204,12 @@ def in_words(op: OpOccurrence) -> str:
     called = own.node.func if isinstance(own.node, ast.Call) else own.node
     half = next((v for v in op.operands if _checks.half_of([v]) is not None), op.operands[0])
     operand = half.aval.str_short()
+    if op.name == "convert_element_type" and is_in_flax(op, "jaxmp") and not op.is_own_call:
+        return (
+            f"At {op.where}, the policies cast {operand} where a module receives or returns it. In"
+            " a rule for the module, name an argument in `keep_inputs`, or set the output dtype to"
+            " FP32. Or apply the recipe to operations, by `jaxmp.autocast`."
+        )
     return (
         f"At {op.where}, `{ast.unparse(called)}` computes {op.name} of {operand}. Cast"
         " the arrays that it reads to FP32 before, and its floating-point results back after it."
