@@ -252,6 +252,46 @@ def test_a_log_of_a_sum_of_masked_exponentials(tmp_path):
     assert ".astype(jnp.bfloat16)" not in errors[0].fix
 
 
+@pytest.mark.parametrize(
+    ("body", "code"),
+    [
+        (  # The fix computes the squares of a variance in FP32, too.
+            [
+                "g = x @ x.T",
+                "mean = g.mean(-1, keepdims=True)",
+                "v = jnp.square(g - mean).mean(-1, keepdims=True)",
+                "return (g / jnp.sqrt(v + 1e-5)).astype(jnp.float32)",
+            ],
+            "jnp.square(g.astype(jnp.float32) - mean).mean(-1, keepdims=True)",
+        ),
+        (  # Other operations read the rounded values, too: a matmul, or the carry of a loop.
+            [
+                "k = jax.nn.elu(x) + 1",
+                "kv = jnp.cumsum(jnp.einsum('nd,ne->nde', k, x), axis=0)",
+                "z = jnp.cumsum(k, axis=0)",
+                "y = jnp.einsum('nd,nde->ne', k, kv) / jnp.einsum('nd,nd->n', k, z)[:, None]",
+                "return y.astype(jnp.float32)",
+            ],
+            "jnp.cumsum(k.astype(jnp.float32), axis=0).astype(jnp.bfloat16)",
+        ),
+        (
+            [
+                "def step(a, row):",
+                "    a = (a @ (x.T @ x)) * row",
+                "    c = a.max()",
+                "    return a / c, jnp.log(c)",
+                "return lax.scan(step, x[0], x)[1].astype(jnp.float32)",
+            ],
+            "jnp.log(c.astype(jnp.float32))",
+        ),
+    ],
+)
+def test_fixes_of_values_that_are_rounded_before(body, code, tmp_path):
+    errors = jaxmp.audit(loaded(source_of(body), tmp_path), half()).errors
+    assert code in "\n".join(error.fix for error in errors)
+    assert {error.trial for error in errors} == {"works"}
+
+
 def test_the_tanh_of_a_deviation_is_no_softmax(tmp_path):
     body = [
         "a = jnp.tanh(jnp.exp(x @ x.T))",

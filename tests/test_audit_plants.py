@@ -401,6 +401,14 @@ def test_probabilities_without_a_logarithm_may_be_rounded():
     gates = lambda x: jax.nn.sigmoid(x.astype(BF16)).astype(F32)
     assert checks(gates, X) == {}
     assert checks(lambda x: jnp.log(gates(x)), X) == {"log_of_rounded": 1}
+    assert checks(lambda x: jnp.arctanh(gates(x)), X) == {"log_of_rounded": 1}
+
+
+def test_a_rounded_random_number_before_a_logarithm():
+    gumbel = lambda key: -jnp.log(-jnp.log(jax.random.uniform(key, (8,), BF16).astype(F32)))
+    (error,) = audit(gumbel, jax.random.key(0)).errors
+    assert "a uniform random number that is rounded" in error.message
+    assert error.fix.endswith("jax.random.uniform(key, (8,), jnp.float32)")
 
 
 def rounded(fn, dtype):
@@ -458,6 +466,26 @@ def test_values_that_are_rounded_before_a_difference(name):
     assert {error.check for error in report.errors} == {"loss_16bit"}
     assert all("do not round to 16 bits" in error.fix for error in report.errors)
     assert audit(jax.grad(case(F32)), PAIR, PAIR).ok
+
+
+def sizes_of_boxes(outputs):
+    boxes = jax.nn.sigmoid(outputs).astype(F32)
+    return jnp.square(jnp.minimum(boxes[:, 32:], 0.9) - boxes[:, :32]).mean()
+
+
+def soft_ranks(outputs):
+    scores = outputs[:, 0].astype(F32)
+    return jnp.square(jax.nn.sigmoid(10 * (scores[:, None] - scores[None])).sum(-1)).mean()
+
+
+@pytest.mark.parametrize("loss", [sizes_of_boxes, soft_ranks])
+def test_differences_within_a_rounded_result(loss):
+    def checks_of(dtype):
+        matmul = lambda x, y: lax.dot(x.astype(BF16), y.astype(BF16), preferred_element_type=dtype)
+        return checks(jax.grad(lambda x, y: loss(matmul(x, y))), PAIR, PAIR)
+
+    assert checks_of(BF16) == {"rounded_output": 1}
+    assert "rounded_output" not in checks_of(F32)
 
 
 @pytest.mark.parametrize(

@@ -164,8 +164,8 @@ def as_einsum(z):
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_the_matmul_of_distances_and_its_gradients_are_fp32(product, recipe):
     def loss(z, w):
-        squares = jnp.sum(z * z, -1)
-        distance = squares[:, None] + (z**2).sum(1)[None] - product(z)
+        norms = jnp.maximum(jnp.linalg.norm(z, axis=1), 1e-6)
+        distance = norms[:, None] ** 2 + jnp.square(norms)[None] - product(z)
         return jnp.exp(-20 * distance).mean() + jnp.mean((z @ w) ** 2)
 
     z, w = POINTS + jnp.ones((40, 4)), jnp.ones((4, 8))
@@ -182,6 +182,30 @@ def test_the_matmul_of_distances_and_its_gradients_are_fp32(product, recipe):
     assert [f.text for f in jaxmp.audit(step, z, recipe=recipe).errors] == [
         "return jnp.exp(-20 * distance).mean() + jnp.mean((z @ w) ** 2)"
     ]
+
+
+def volume(z):
+    # The cotangent of an inner product is a number, not a variable.
+    return jnp.linalg.slogdet(z @ z.T + 1e-2 * jnp.eye(len(z)))[1] + z[0] @ z[1]
+
+
+def angle(z):
+    unit = z / jnp.linalg.norm(z, axis=-1, keepdims=True)
+    return jnp.arccos(jnp.clip(unit @ unit[::-1].T, -0.999, 0.999)).mean()
+
+
+def hyperbolic(z):
+    time = jnp.sqrt(1 + jnp.sum(z * z, -1))
+    return jnp.arccosh(jnp.maximum(jnp.outer(time, time) - z @ z.T, 1.001)).mean()
+
+
+@pytest.mark.parametrize("loss", [volume, angle, hyperbolic])
+def test_ill_conditioned_matmuls_and_their_gradients_are_fp32(loss):
+    z = POINTS + jnp.ones((40, 4))
+    step = jax.value_and_grad(loss)
+    for result, exact in zip(jax.jit(autocast(step, "bf16"))(z), step(z), strict=True):
+        assert np.abs(result - exact).max() <= 1e-3 * np.abs(exact).max()
+    assert jaxmp.audit(step, z, recipe="bf16").ok
 
 
 def test_only_the_matmul_of_a_distance_is_fp32():

@@ -43,7 +43,7 @@ _WHY_WIDE = {
     Use.LOSS: "a loss reads its result",
     Use.SOLVED: "a factorization or a solve reads its result",
     Use.CHAINED: "a factorization or a solve reads a linear function of its result",
-    Use.DISTANCE: "a distance is the difference of norms and of its result",
+    Use.DISTANCE: "a distance or angle is a small difference of its result and other numbers",
     Use.MAGNIFIED: "a logarithm, a root or a quotient magnifies its rounding",
     Use.RESULT: "the function returns it",
 }
@@ -282,9 +282,9 @@ def _of_matmul(
     """Decides the dtypes of a matmul or convolution.
 
     FP32 operands with `precision=HIGHEST`, of a matmul whose result a solver reads, that is part of
-    a squared distance, or by which a loss selects FP32 values, keep their recorded dtypes, and so
-    does an operand that meets a complex one, which XLA converts to it. The dtype of the result is
-    the first of these that applies:
+    a squared distance or an angle, or by which a loss selects FP32 values, keep their recorded
+    dtypes, and so does an operand that meets a complex one, which XLA converts to it. The dtype of
+    the result is the first of these that applies:
 
     1. the `preferred_element_type`, if it differs from the recorded dtypes of the operands;
     2. FP32, if the recorded result is FP32 and only FP32 operations consume it;

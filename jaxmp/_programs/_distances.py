@@ -21,6 +21,7 @@ _SAME = frozenset(
 )
 _SCALES = frozenset(("mul", "div"))
 _ADDS = frozenset(("add", "sub"))
+_BOUNDS = frozenset(("max", "min", "clamp", "select_n"))
 # A sum of more matmuls is not followed, such as the residual stream of a transformer.
 _MOST_DOTS = 4
 
@@ -28,15 +29,17 @@ _MOST_DOTS = 4
 class _Terms(NamedTuple):
     """Terms of a value.
 
-    source: the variable that it is, up to its layout and a factor.
-    square: the variable of which it is the square, or None.
-    norms: variables whose squares it sums.
+    source: the id of the variable that it is, up to its layout and a factor.
+    square: that of the variable of which it is the square, or None.
+    norms: those of the variables whose squares it sums.
+    roots: the norms of its square.
     dots: (equation, the two operands) of the matmuls that it contains.
     """
 
-    source: Any
-    square: Any = None
-    norms: frozenset[Any] = frozenset()
+    source: int
+    square: int | None = None
+    norms: frozenset[int] = frozenset()
+    roots: frozenset[int] = frozenset()
     dots: frozenset[Any] = frozenset()
 
 
@@ -53,15 +56,21 @@ class _Distances(Forward):
             return self.enter(equation, self._known(variables, operands), frame)
         if len(equation.outvars) != 1 or not variables:
             return [None] * len(equation.outvars)
-        result = _Terms(equation.outvars[0])
+        result = _Terms(id(equation.outvars[0]))
         arrays = [n for n, var in enumerate(variables) if getattr(var.aval, "ndim", 0)]
         if name in _SAME or (name in _SCALES and arrays == [0]) or (name, arrays) == ("mul", [1]):
             return self._known(variables, operands)[arrays[0] : arrays[0] + 1] if arrays else [None]
         terms = self._known(variables, operands)
         sources = [each.source for each in terms]
-        is_product = name in ("mul", "dot_general") and sources[0] is sources[1]
+        norms = frozenset[int]().union(*(each.norms for each in terms))
+        roots = frozenset[int]().union(*(each.roots for each in terms))
+        is_product = name in ("mul", "dot_general") and sources[0] == sources[1]
         if name == "square" or exponent_of(equation) == 2 or (name == "mul" and is_product):
-            return [result._replace(square=sources[0])]
+            return [result._replace(square=sources[0], norms=terms[0].roots)]
+        if name == "sqrt":
+            return [result._replace(roots=norms)]
+        if name in _BOUNDS:
+            return [result._replace(norms=norms, roots=roots)]
         if name == "reduce_sum" and terms[0].square is not None:
             return [result._replace(norms=frozenset([terms[0].square]))]
         if name == "dot_general" and is_product and is_inner_product(equation):
@@ -70,7 +79,6 @@ class _Distances(Forward):
             dot = equation, frozenset(sources[:2])
             return [result._replace(dots=frozenset([dot]))]
         if name in _ADDS:
-            norms = frozenset().union(*(each.norms for each in terms))
             dots = frozenset().union(*(each.dots for each in terms))
             if len(dots) > _MOST_DOTS:
                 return [None]
@@ -80,7 +88,7 @@ class _Distances(Forward):
 
     def _known(self, variables: list[Any], operands: list[Any]) -> list[Any]:
         pairs = zip(variables, operands, strict=True)
-        return [_Terms(var) if terms is None else terms for var, terms in pairs]
+        return [_Terms(id(var)) if terms is None else terms for var, terms in pairs]
 
 
 def distance_calls(jaxpr: _compat.Jaxpr | _compat.ClosedJaxpr) -> set[Any]:

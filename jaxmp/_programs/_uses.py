@@ -20,7 +20,7 @@ from jaxmp._programs._analysis import Backward
 from jaxmp._programs._constructs import CONSTRUCTS, OPAQUE_CALLS
 from jaxmp._programs._distances import distance_calls
 from jaxmp._programs._interpreter import Frame, Place
-from jaxmp._programs._jaxprs import BACKWARD, array_aval, is_literal, phase_of
+from jaxmp._programs._jaxprs import BACKWARD, FORWARD, array_aval, is_literal, phase_of
 from jaxmp._programs._locations import call_stack
 from jaxmp._programs._matmuls import MATMULS, is_inner_product, is_outer_product
 from jaxmp._programs._operations import axes_of, count_of_keys, dot_of, exponent_of
@@ -48,7 +48,8 @@ class Use(enum.IntFlag):
     # A sum, and a matmul with several columns, read it: an exponential with both is attention.
     SUMMED = enum.auto()
     PRODUCT = enum.auto()
-    # A distance is the difference of the norms of its operands and of it; also its gradients.
+    # A distance is the difference of the norms of its operands and of it, or an angle or a
+    # hyperbolic distance that of 1 and of it.
     DISTANCE = enum.auto()
 
 
@@ -154,8 +155,8 @@ class Uses(Backward):
         self._transposed: dict[Any, Any] = {}
         # (id of a jaxpr, uses of its results, pass) -> (the jaxpr, the uses inside it).
         self.known: dict[Any, tuple[Any, dict[Any, int]]] = {}
-        # Of the first jaxpr, which contains the others.
-        self._distances: set[Any] | None = None
+        # Call stack of a matmul -> the uses that its gradients have, too.
+        self._of_gradients: dict[Any, int] | None = None
 
     def join(self, first: Any, second: Any) -> Any:
         return first | second
@@ -170,8 +171,9 @@ class Uses(Backward):
         """Returns variable -> uses for one jaxpr, without the jaxprs inside."""
         body, place = _compat.jaxpr_body(jaxpr)[0], place or Place()
         key = id(body), tuple(results), place.phase
-        if self._distances is None:
-            self._distances = distance_calls(body)
+        is_first = self._of_gradients is None
+        if self._of_gradients is None:
+            self._of_gradients = dict.fromkeys(distance_calls(body), _DISTANCE)
         if key not in self.known:
             for equation in body.eqns:
                 if equation.primitive.name == "transpose":
@@ -181,13 +183,28 @@ class Uses(Backward):
                     if operand.aval.size != result.aval.size:
                         self._broadcast.add(result)
             facts = super().facts(body, results, place, state)
-            for equation in body.eqns if self._distances else ():
-                is_dot = equation.primitive.name == "dot_general"
-                if is_dot and call_stack(equation) in self._distances:
-                    var = equation.outvars[0]
-                    facts[var] = facts.get(var, _NONE) | _DISTANCE
             self.known[key] = body, facts
+            self._mark_gradients([*self.known] if is_first else [key], is_first)
         return self.known[key][1]
+
+    def _mark_gradients(self, keys: Sequence[Any], is_first: bool) -> None:
+        """Adds the uses of matmuls of the forward pass to their gradients, at any depth."""
+        rows = [(self.known[key], key[-1]) for key in keys]
+        dots = [
+            (equation, used, phase)
+            for (body, used), phase in rows
+            for equation in body.eqns
+            if equation.primitive.name == "dot_general"
+        ]
+        assert self._of_gradients is not None
+        for equation, used, phase in dots if is_first else ():
+            use = used.get(equation.outvars[0], _NONE) & (_SOLVED | _CHAINED | _DISTANCE)
+            if use and phase_of(str(equation.source_info.name_stack), phase) == FORWARD:
+                self._of_gradients[call_stack(equation)] = use
+        self._of_gradients.pop((), None)
+        for equation, used, _ in dots if self._of_gradients else ():
+            var, use = equation.outvars[0], self._of_gradients.get(call_stack(equation), _NONE)
+            used |= {var: used.get(var, _NONE) | use} if use else {}
 
     def equation(self, equation: JaxprEqn, results: list[Any], frame: Frame) -> list[Any]:
         name, count = equation.primitive.name, len(equation.invars)
@@ -220,6 +237,8 @@ class Uses(Backward):
             used[0] |= _SOFTMAX
         if name in _MAGNIFYING or exponent_of(equation) < 0:
             used[0] |= _MAGNIFIED
+        if name in ("acos", "acosh"):
+            used[0] |= _DISTANCE
         if name == "div":
             used[1] = used[1] & (_DECISIONS | _SOLVED) | _MAGNIFIED
         # The gradient of a softmax multiplies it with other arrays, which attention does not. The

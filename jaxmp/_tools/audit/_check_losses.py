@@ -21,8 +21,9 @@ from jaxmp._tools.fixes._rewrite import with_sums
 
 LOG_OF_ROUNDED = Check(
     id="log_of_rounded",
-    explanation="The logarithm of a sigmoid, a softmax or a tanh that was rounded to 16 bits:"
-    " probabilities above 0.996 are 1 in bfloat16, and the logarithm of 1 - p is -inf.",
+    explanation="The logarithm or arctanh of a sigmoid, a softmax, a tanh or a uniform random"
+    " number that was rounded to 16 bits: probabilities above 0.996 are 1 in bfloat16, and the"
+    " logarithm of 1 - p is -inf.",
     fix="log_p = jax.nn.log_sigmoid(x.astype(jnp.float32))",
 )
 
@@ -55,7 +56,7 @@ class RoundedDifference(RoundedTerm):
 
 
 class Probability(_labels.Fact):
-    """Label of a 16-bit sigmoid, softmax or tanh."""
+    """Label of a 16-bit sigmoid, softmax, tanh or uniform random number."""
 
     survives = _MOVES | _checks.named("sub add max min clamp mul square integer_pow")
 
@@ -150,12 +151,14 @@ _PROBABILITIES = {
     "logistic": ("sigmoid", "jax.nn.log_sigmoid(x.astype(jnp.float32))"),
     "tanh": ("tanh", "jnp.tanh(x.astype(jnp.float32))"),
     "softmax": ("softmax", "jax.nn.log_softmax(x.astype(jnp.float32))"),
+    # Random bits become a number between 1 and 2.
+    "bitcast_convert_type": ("uniform random number", "jax.random.uniform(key, x.shape)"),
 }
 
 
-@LOG_OF_ROUNDED.on_operation("logistic", "tanh", "convert_element_type", "div")
+@LOG_OF_ROUNDED.on_operation(*_PROBABILITIES.keys() - {"softmax"}, "convert_element_type", "div")
 def label_probability(op: OpOccurrence, audit: Auditor) -> Probability | None:
-    """Labels 16-bit sigmoids and softmaxes."""
+    """Labels 16-bit sigmoids, softmaxes and random numbers."""
     if not _core.is_16bit(op.dtype) or op.is_backward:
         return None
     is_softmax = any(x.normalized for x in audit.flow.labels(_labels.Logits, op.operands[0]))
@@ -164,17 +167,18 @@ def label_probability(op: OpOccurrence, audit: Auditor) -> Probability | None:
     return Probability(op, name) if name in _PROBABILITIES else None
 
 
-@LOG_OF_ROUNDED.on_operation("log", "log1p")
+@LOG_OF_ROUNDED.on_operation("log", "log1p", "atanh")
 def check_logarithm(op: OpOccurrence, audit: Auditor) -> None:
-    """Reports the logarithm of a probability that was rounded to 16 bits."""
+    """Reports the logarithm or arctanh of a probability that was rounded to 16 bits."""
     operands = op.operands[:1] if op.is_forward else ()
     for label in audit.flow.labels(Probability, *operands)[:1]:
         (name, code), where = _PROBABILITIES[label.name], label.op.where
-        message = f"the logarithm of a {name} that is rounded to {label.op.dtype.name} at {where}."
+        function = "arctanh" if op.name == "atanh" else "logarithm"
+        message = f"the {function} of a {name} that is rounded to {label.op.dtype.name} at {where}."
         own = ""
         if label.op.name == "convert_element_type":
             own = fix_expression(f"At {where}, do not round to 16 bits", label.op)
-        elif label.op.is_own_call:
+        elif label.op.is_own_call or label.op.name == "bitcast_convert_type":
             own = fix_operation(label.op).replace("Compute", f"At {where}, compute")
         fix = own or f"Compute it from the FP32 input of the {name}:\n    {code}"
         audit.add(LOG_OF_ROUNDED, op, message, fix)
@@ -279,6 +283,14 @@ def label_output(op: OpOccurrence, audit: Auditor) -> None:
         output.report("; a top-k, argmax or sort compares it")
 
 
+@ROUNDED_OUTPUT.on_result("logistic")
+def label_sigmoid(op: OpOccurrence, audit: Auditor) -> None:
+    """Labels a 16-bit sigmoid of a rounded result, such as a box or a score."""
+    labels = audit.flow.labels(RoundedOutput, *op.operands) if _core.is_16bit(op.dtype) else ()
+    for label in labels:
+        audit.flow.mark(op.result, label)
+
+
 def _is_own_loss(op: OpOccurrence) -> bool:
     """Returns True inside of jaxmp's losses, whose `logits_dtype` the user states."""
     site = _programs.call_site(op.equation)
@@ -337,7 +349,7 @@ def _are_slices(
     return bool(first - second and second - first)
 
 
-_SLICES = _checks.named("slice dynamic_slice gather split")
+_SLICES = _checks.named("slice dynamic_slice gather split broadcast_in_dim")
 
 
 def _has_error(rounding: OpOccurrence, var: _programs.Atom, audit: Auditor) -> bool:

@@ -57,9 +57,11 @@ def fix_operation(op: OpOccurrence, back: str = "", through: frozenset[str] = _E
     if lines and back:
         wide = own.text
     dtype = _checks.half_of((*op.operands, *op.equation.outvars))
-    narrow = "" if dtype is None else _rewrite.narrow_code(own, wide, dtype.name)
+    narrowed = lambda code: "" if dtype is None else _rewrite.narrow_code(own, code, dtype.name)
+    narrow, alone = narrowed(wide), _rewrite.wide_code(own) if lines else ""
     code, other = (narrow, wide) if back and narrow else (wide, narrow)
-    code = own.replaced_by(code, other)
+    alone = narrowed(alone) if alone and back and narrow else alone
+    code = own.replaced_by(code, other, alone)
     function = _rewrite.known_function(own)[0]
     name = function.rpartition(".")[2] or op.name.replace("convert_element_type", "the value")
     sentence = f"Compute {_widened_calls(code) or name} in FP32"
@@ -395,6 +397,7 @@ def _rounded_by(op: OpOccurrence, through: frozenset[str] = _ELEMENTWISE) -> lis
         inputs, name = _halves(maker), maker.primitive.name
         is_cast, is_elementwise = _is_rounding(maker), _is_elementwise(maker, through)
         is_made = not inputs and name in ("iota", "broadcast_in_dim")
+        is_made &= _checks.half_of(maker.outvars) is not None
         is_entry = name not in _MOVES and not all(_is_computed(v, origin.body) for v in inputs)
         if is_cast or is_made or (is_entry and is_elementwise and inputs):
             origins.append(origin)

@@ -24,10 +24,12 @@ class Edit(NamedTuple):
     start: int
     end: int
     # Old and new code, as `ast.unparse` writes it. `other` is new code with a result of another
-    # dtype: 16 bits if `code` returns FP32, and FP32 if it returns 16 bits; "" for none.
+    # dtype: 16 bits if `code` returns FP32, and FP32 if it returns 16 bits; "" for none. `alone` is
+    # new code for which the operands may stay rounded, as where a matmul reads them, too.
     old: str
     code: str
     other: str = ""
+    alone: str = ""
 
     @property
     def where(self) -> str:
@@ -107,17 +109,17 @@ class Expression:
         """Returns a syntax tree that may be changed."""
         return ast.parse(self.text, mode="eval").body if self.text else self.node
 
-    def replaced_by(self, new: ast.expr | str, other: str = "") -> str:
+    def replaced_by(self, new: ast.expr | str, other: str = "", alone: str = "") -> str:
         """Returns code for the expression, and records the edit; "" for no code or the same.
 
         Args:
           new: the code.
-          other: code with another dtype; see `Edit`.
+          other, alone: other code; see `Edit`.
         """
         code = new if isinstance(new, str) else ast.unparse(new)
         if not code or code == self.text:
             return ""
-        edit = Edit(*self.place, self.text, code, other)
+        edit = Edit(*self.place, self.text, code, other, alone)
         if edit not in self.edits:
             self.edits.append(edit)
         return code

@@ -102,7 +102,7 @@ class FixTrial(NamedTuple):
 def with_edits(fix: str, before: Edits, after: Edits) -> str:
     """Returns a printed fix with other edits of the same expressions."""
     for edit in sorted(before - after):
-        new = next(e.code for e in after if e[:5] == edit[:5])
+        new = next((e.code for e in after if e[:5] == edit[:5]), edit.old)
         if new == edit.old:
             fix = _without(fix, edit.code)
         else:
@@ -135,9 +135,9 @@ def try_edits(
     """Tries each group of edits.
 
     A group works if the problems that it is for are gone, and no other problem is new. If there is
-    another one, the edits of its fix are tried too, and then results in the other dtype. A group
-    that does not run alone, such as one that changes the dtype of a loop's carry, contains the
-    edits of another group, with which it does.
+    another one, the edits of its fix are tried too, then results in the other dtype, and then the
+    code for rounded operands. A group that does not run alone, such as one that changes the dtype
+    of a loop's carry, contains the edits of another group, with which it does.
 
     Args:
       groups: the edits of each fix.
@@ -204,9 +204,11 @@ def try_edits(
     budget = iter(range(1, _MOST_TRIALS + 1))
     for n in waiting[:_MOST_TRIALS]:
         trials[n] = alone(groups[n], removed[n])
-        if trials[n].state == FAILS and others[n] != groups[n]:
-            other = alone(others[n], removed[n])
-            trials[n] = other if other.state else trials[n]
+        at_readers = frozenset(e._replace(code=e.alone) for e in groups[n] if e.alone)
+        for edits in (others[n], at_readers):
+            if trials[n].state == FAILS and edits not in (groups[n], frozenset()):
+                other = alone(edits, removed[n])
+                trials[n] = other if other.state else trials[n]
     for n, group in enumerate(groups):
         # The function that runs may be one of those that kept their code.
         may_be_old = trials[n].state == FAILS and not all(all(lines[e[:2]]) for e in group)
