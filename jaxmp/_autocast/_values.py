@@ -151,7 +151,7 @@ def common_dtype(values: list[Value]) -> np.dtype:
 
 
 def is_matmul(equation: _compat.JaxprEqn) -> bool:
-    """Returns True for a `dot_general` of castable operands that is no inner or outer product."""
+    """Returns True for a `dot_general` of castable operands, without inner and outer products."""
     return (
         equation.primitive.name == "dot_general"
         and not _programs.is_outer_product(equation)

@@ -191,7 +191,7 @@ def _under_policy(cls: type[nn.Module], name: str) -> Callable[..., Any]:
 
 
 def _intercepted(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a method that Flax intercepts, also if its class is a base that is no module."""
+    """Returns a method that Flax intercepts, also if its class is a base that is not a module."""
     return method if hasattr(method, "nowrap") else nn.module.wrap_method_once(method)
 
 

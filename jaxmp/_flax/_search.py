@@ -260,7 +260,7 @@ def copied_arguments(arguments: PyTree) -> PyTree:
     return jax.tree.map(copy_of, arguments)
 
 
-# A larger number, or one with a fraction, is no reason for another search: a step or a time.
+# A larger number, or one with a fraction, does not cause another search: a step or a time.
 _MAX_CHOICE = 32
 
 

@@ -242,7 +242,7 @@ class Uses(Backward):
         if name == "div":
             used[1] = used[1] & (_DECISIONS | _SOLVED) | _MAGNIFIED
         # The gradient of a softmax multiplies it with other arrays, which attention does not. The
-        # gradient of a bias is a sum, which is no loss, and none of a softmax.
+        # gradient of a bias is a sum, but not a loss or that of a softmax.
         of_mul = _PRODUCT | _SUMMED if name == "mul" else _NONE
         hidden = _LOSS if is_sum else of_mul
         if hidden and hidden & used[0]:

@@ -161,7 +161,7 @@ _BOX_FIELD = "value"
 def _without_boxes(values: dict[str, np.ndarray], target: Description) -> dict[str, np.ndarray]:
     """Omits the field that boxes of Flax, such as `nnx.Variable`, add at the end of paths.
 
-    A leaf of that name is no box if it has siblings, or if the state has such a leaf, too.
+    A leaf of that name is not a box if it has siblings, or if the state has such a leaf, too.
     """
     own = {leaf.names[-2:] for leaf in target.leaves}
     prefixes = ("/".join(names[:end]) for names in map(_split, values) for end in range(len(names)))

@@ -45,7 +45,7 @@ _DTYPES = {
     "C64": "complex64",
 }
 _NAMES = {name: key for key, name in _DTYPES.items()}
-# Entry of the header that is no tensor.
+# Entry of the header that is not a tensor.
 _METADATA = "__metadata__"
 _LARGEST_HEADER = 100_000_000
 _ALIGNMENT = 8

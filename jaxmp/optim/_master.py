@@ -304,7 +304,7 @@ def _read_unpacked(param: Array, full: Array | optax.MaskedNode) -> Array:
 def follow(param: Array, rounded: Array, master: Array) -> jax.Array:
     """Returns the master where a parameter has the bits of the rounded one, or else its value."""
     bits, kept = (lax.bitcast_convert_type(array, jnp.int16) for array in (param, rounded))
-    # Made from its bits, the value is no summand of the new parameter for the audit.
+    # Made from its bits, the value is not a summand of the new parameter for the audit.
     value = lax.bitcast_convert_type(bits, param.dtype).astype(_core.FLOAT32)
     return jnp.where(bits == kept, master, value)
 
