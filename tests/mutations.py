@@ -1624,8 +1624,8 @@ MUTATIONS = [
     Mutation(
         "the steps of an nn.RNN do not share the FP8 states of its cell",
         "jaxmp/_flax/_linen_fields.py",
-        "union_filters(shared, OVERWRITE)",
-        "shared",
+        "union_filters(module.variable_broadcast, OVERWRITE)",
+        "module.variable_broadcast",
         ("test_fp8_models.py::test_the_state_of_a_layer_that_runs_in_each_step",),
     ),
     Mutation(
@@ -1837,7 +1837,7 @@ MUTATIONS = [
     Mutation(
         "the forward function of an nn.custom_vjp loses its policies without a word",
         "jaxmp/_flax/_linen_interceptor.py",
-        "if is_primal and not _labels.labeling():",
+        "if is_primal and any(_compat.trace_of(leaf) for leaf in jax.tree.leaves(args)):",
         "if False:",
         (
             "test_linen_transforms.py::test_a_forward_function_that_runs_after_the_model_is_not_silent",

@@ -73,8 +73,7 @@ def prepare(module: nn.Module, module_policy: ModulePolicy, keeps_dtype: bool) -
         fields |= _dot_fields(module, module_policy)
     if traits.is_rnn and hasattr(module, "variable_broadcast"):
         # All steps of an `nn.RNN` share the FP8 states of its cell, as they share its parameters.
-        shared = module.variable_broadcast
-        fields["variable_broadcast"] = union_filters(shared, OVERWRITE)
+        fields["variable_broadcast"] = union_filters(module.variable_broadcast, OVERWRITE)
     if not traits.casts_params:
         fields["param"] = _casting_param(weakref.ref(module), module_policy)
         if type(module).perturb is nn.Module.perturb and "perturb" not in module.__dict__:
@@ -107,6 +106,14 @@ def _restore(module: nn.Module, author: dict[str, Any]) -> None:
 # ---------------------------------------------------------------------------
 
 
+# Of a custom_vjp that is traced, and then differentiated.
+LATE = (
+    "forward function of a custom_vjp after the model has ended, where its policies do not cast. "
+    "Differentiate before you compile, jax.jit(jax.grad(loss_fn)), or do not wrap the model: "
+    "loss_fn = jaxmp.autocast(loss_fn, recipe)."
+)
+
+
 def _casting_param(ref: Callable[[], Any], module_policy: ModulePolicy) -> Callable[..., Any]:
     """Returns `module.param` that casts what it returns. The stored parameter keeps its dtype."""
 
@@ -115,12 +122,7 @@ def _casting_param(ref: Callable[[], Any], module_policy: ModulePolicy) -> Calla
     ) -> PyTree:
         module = ref()
         if _compat.current_context().policies is None:
-            raise CompositionError(
-                f"{'/'.join(module.path)!r} is called after `apply` has ended, as by the forward "
-                "function of a custom_vjp under jax.jit, so that its policies cannot cast its "
-                "inputs. Do not wrap the model; apply the recipe to each operation: loss_fn = "
-                "jaxmp.autocast(loss_fn, recipe)."
-            )
+            raise CompositionError(f"{'/'.join(module.path)!r} is called by the {LATE}")
         value = type(module).param(module, name, init_fn, *init_args, **kwargs)
         return _core.cast_floating(value, module_policy.param_dtype(name))
 

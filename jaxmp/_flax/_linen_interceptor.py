@@ -20,7 +20,7 @@ from jaxmp._core import PyTree, _compat
 from jaxmp._flax import _labels
 from jaxmp._flax._casts import ModulePolicy, cast_like, is_complex, keeps_dtype, resolve_module
 from jaxmp._flax._layer_table import author_class
-from jaxmp._flax._linen_fields import LINEN_LAYERS, method_under_policy, prepare
+from jaxmp._flax._linen_fields import LATE, LINEN_LAYERS, method_under_policy, prepare
 from jaxmp._flax._method_call import MethodCall, running
 from jaxmp._policies._load import PolicyMap
 from jaxmp._policies._required import check_required
@@ -219,22 +219,11 @@ def intercept(
     # The transformation whose body is called, such as "scan(block)".
     lifted = next(reversed(module.scope.debug_path), "") if is_lifted else ""
     is_primal = lifted.startswith("custom_vjp(") and kwargs.get("needs_residual") is False
-    if is_primal and not _labels.labeling():
-        _check_custom_vjp(root.path_of(module), args)
+    if is_primal and any(_compat.trace_of(leaf) for leaf in jax.tree.leaves(args)):
+        text = f"A gradient of this call of {module.name!r} would run the {LATE}"
+        _core.warn_user(text, repeats=False)
     under_policy = LinenCall(module, module_policy, method, keeps_dtype, is_function, lifted)
     return under_policy.run(method_under_policy(under_policy, call), args, kwargs)
-
-
-def _check_custom_vjp(path: Path, args: tuple[PyTree, ...]) -> None:
-    """Warns of an `nn.custom_vjp` whose forward function JAX calls after the model has ended."""
-    if any(_compat.trace_of(leaf) is not None for leaf in jax.tree.leaves(args)):
-        _core.warn_user(
-            f"The nn.custom_vjp of {'/'.join(path)!r} is traced before it is differentiated. If "
-            "the gradient of what is traced is computed, its forward function runs after the "
-            "model, without policies. Differentiate first, jax.jit(jax.grad(loss_fn)), or do not "
-            "wrap the model: loss_fn = jaxmp.autocast(loss_fn, recipe).",
-            repeats=False,
-        )
 
 
 def _keeps_dtype(module: Any, module_policy: ModulePolicy, operands: PyTree) -> bool:
