@@ -460,7 +460,7 @@ def weight_penalty(d):
     return scaled(loss, d, inputs(d.wide), labels())
 
 
-@plant("float16_range", "q = q *", low=F16)
+@plant("float16_range", "queries * 0.0078125", low=F16)
 def unscaled_queries(d):
     def loss(p, x, y):
         rows = 12 * hidden(p, x, d.low)

@@ -385,7 +385,7 @@ def test_the_batch_is_no_width():
 # ---------------------------------------------------------------------------
 
 
-class Gate(nn.Module):
+class Router(nn.Module):
     @nn.compact
     def __call__(self, x):
         gates = nn.Dense(64, name="gates")(x)
@@ -394,7 +394,7 @@ class Gate(nn.Module):
 
 @pytest.mark.parametrize("gradient", [False, True])
 def test_a_half_softmax(gradient):
-    loss, args = linen_loss(Gate())
+    loss, args = linen_loss(Router())
     report = audit(jax.grad(loss) if gradient else loss, *args, recipe="bf16")
     assert_named(the_only(report.errors, "softmax_16bit"), "", "a bf16 softmax")
     assert the_only(report.errors, "softmax_16bit").primitive == "exp"

@@ -153,10 +153,10 @@ def test_layers_that_ignore_the_recipe_are_reported_once_with_the_remedy():
 
 def test_recipes_find_routers_by_their_usual_names():
     policies = jaxmp.load_recipe("fp16_params").policies
-    names = "moe_router Router Moe/Router/dense Router_0 l_3/TopKRouter_12/Dense_0 a/moe_router/b"
+    names = "moe_router Moe/Router/dense Router_0 layers_3/TopKRouter_12/Dense_0 a/moe_router/b"
     for name in names.split():
         assert policies.resolve(name) == jaxmp.get_policy("p=f16,c=f32,o=f32")
-    for name in ("router_mlp", "RouterMoE_0", "Routed_0", "gate"):
+    for name in ("router_mlp", "RouterMoE_0", "Routed_0", "gate", "Router"):
         assert resolve_policy(policies, name).rule is None
 
 
