@@ -72,7 +72,7 @@ def label_complement(op: _checks.OpOccurrence, audit: _auditor.Auditor) -> None:
     minuend, var = op.operands
     if _dataflow.number_of(minuend) == 1:
         makers = _check_ops.made_of(var, op.body, _SQUARES)
-        operands = (each for maker in makers for each in maker.invars)
+        operands = [v for e in makers if e.primitive.name in _SQUARES for v in e.invars]
         for label in audit.flow.labels(RoundedValue, var, *operands):
             audit.flow.mark(op.result, _Complement(label))
 
