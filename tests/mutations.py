@@ -446,6 +446,13 @@ MUTATIONS = [
         ("test_autocast_magnified.py::test_ill_conditioned_matmuls_and_their_gradients_are_fp32",),
     ),
     Mutation(
+        "the audit does not see the squares of a rounded array before arccosh",
+        "jaxmp/_tools/audit/_check_integers.py",
+        "square integer_pow reduce_sum",
+        "square",
+        ("test_audit_plants.py::test_defects_in_parts_of_programs",),
+    ),
+    Mutation(
         "the audit does not see differences within a rounded result",
         "jaxmp/_tools/audit/_check_losses.py",
         "gather split broadcast_in_dim",

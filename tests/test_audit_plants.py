@@ -241,6 +241,11 @@ def one_pass(x):
     return lax.rsqrt(variance.astype(F32) + 1e-5)
 
 
+def ball_radius(x):
+    """Returns the hyperbolic distance of a point in the unit ball from its origin."""
+    return jnp.arccosh(2 / (1 - jnp.sum(x**2)) - 1)
+
+
 FREQUENCIES = 1e4 ** (-jnp.arange(32) / 32)
 ROWS = jax.ShapeDtypeStruct((600, 4), BF16)
 INDICES = jnp.zeros(600, jnp.int32)
@@ -259,6 +264,9 @@ INDICES = jnp.zeros(600, jnp.int32)
         (lambda m: jnp.cos(m[:, :1].astype(F32) * FREQUENCIES.astype(BF16)), "rounded_input"),
         (lambda m: jnp.cos(m[:, :1].astype(F32) * FREQUENCIES), None),
         (lambda m: m[:, :1] * jnp.sqrt(1 - FREQUENCIES.astype(BF16)), "rounded_input"),
+        (lambda m: m[0, 0] * jnp.arccos(FREQUENCIES.astype(BF16)), "rounded_input"),
+        (lambda m: m * ball_radius(FREQUENCIES.astype(BF16).astype(F32)), "rounded_input"),
+        (lambda m: m.astype(F32) * ball_radius(FREQUENCIES), None),
         (lambda m: jnp.sin(m.astype(F16)).astype(BF16) * 2, "float16_range"),
         (lambda m: m.astype(F16).astype(BF16) * 2, "float16_range"),
         (lambda m: 0.999 * m + 0.001 * m, None),

@@ -14,8 +14,9 @@ from jaxmp._tools.audit import _auditor, _check_ops, _checks, _dataflow, _labels
 
 ROUNDED_INPUT = _checks.Check(
     id="rounded_input",
-    explanation="An FP32 argument, frequency or table is rounded to 16 bits before its sine, cosine"
-    " or the root of 1 - x is computed: a time step of 257 becomes 256 in bfloat16.",
+    explanation="An FP32 argument, frequency or table is rounded to 16 bits before its sine,"
+    " cosine, arccos, arctanh or a root, logarithm or arccosh of 1 - x or 1 - x**2 is computed: a"
+    " time step of 257 becomes 256 in bfloat16.",
     fix="jaxmp.Rule('', keep_inputs=['t'])",
 )
 
@@ -52,10 +53,13 @@ class RoundedValue(_labels.ConditionalFinding):
 
 @dataclasses.dataclass(frozen=True)
 class _Complement(_labels.Fact):
-    """Label of 1 minus a rounded array."""
+    """Label of 1 minus a rounded array, or minus the squares of its elements."""
 
     value: RoundedValue
-    survives = _labels.FloatInput.survives | _checks.named("mul")
+    survives = _labels.FloatInput.survives | _checks.named("mul div add sub max")
+
+
+_SQUARES = _checks.LAYOUT | _checks.named("mul square integer_pow reduce_sum")
 
 
 @ROUNDED_INPUT.on_operation("convert_element_type")
@@ -71,19 +75,28 @@ def label_value(op: _checks.OpOccurrence, audit: _auditor.Auditor) -> RoundedVal
 
 @ROUNDED_INPUT.on_result("sub")
 def label_complement(op: _checks.OpOccurrence, audit: _auditor.Auditor) -> None:
-    """Labels 1 minus a rounded array."""
+    """Labels 1 minus a rounded array, or minus the squares of its elements."""
     minuend, var = op.operands
-    is_one = _dataflow.number_of(minuend) == 1
-    for label in audit.flow.labels(RoundedValue, var) if is_one else ():
-        audit.flow.mark(op.result, _Complement(label))
+    if _dataflow.number_of(minuend) == 1:
+        makers = _check_ops.made_of(var, op.body, _SQUARES)
+        operands = [v for e in makers if e.primitive.name in _SQUARES for v in e.invars]
+        for label in audit.flow.labels(RoundedValue, var, *operands):
+            audit.flow.mark(op.result, _Complement(label))
 
 
-@ROUNDED_INPUT.on_operation("sqrt", "rsqrt", "log", "pow")
+@ROUNDED_INPUT.on_operation("sqrt", "rsqrt", "log", "pow", "acosh")
 def check_complement(op: _checks.OpOccurrence, audit: _auditor.Auditor) -> None:
     """Reports a root or logarithm of 1 minus a rounded array, which cancels near 1."""
     for label in audit.flow.labels(_Complement, *op.operands):
         harm = f", so that 1 minus it cancels before the {op.name} at {op.where}"
         label.value.report(harm)
+
+
+@ROUNDED_INPUT.on_operation("acos", "asin", "atanh")
+def check_angle(op: _checks.OpOccurrence, audit: _auditor.Auditor) -> None:
+    """Reports functions that are steep near 1 of a rounded array."""
+    harm = f", and the {op.name} at {op.where} magnifies the rounding near 1"
+    audit.report(RoundedValue, op.operands if op.is_forward else (), harm)
 
 
 def _keep_input(name: str, dtype: str, op: _checks.OpOccurrence, audit: _auditor.Auditor) -> str:
