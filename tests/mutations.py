@@ -2322,6 +2322,28 @@ MUTATIONS = [
         "trained = masters | (",
         ("test_audit_steps.py::test_averages_beside_masters_are_reported_and_the_fix_is_clean",),
     ),
+    # Classes that users define inside functions.
+    Mutation(
+        "a wrapped class keeps the class of its author",
+        "jaxmp/_flax/_linen_model.py",
+        "key = weakref.ref(cls), policies, origin",
+        "key = cls, policies, origin",
+        ("test_leaks.py::test_a_class_dies_as_without_policies",),
+    ),
+    Mutation(
+        "policies keep the classes of modules",
+        "jaxmp/_flax/_casts.py",
+        "of_class=weakref.ref(cls)",
+        "of_class=lambda: cls",
+        ("test_leaks.py::test_a_class_dies_as_without_policies",),
+    ),
+    Mutation(
+        "a search keeps the classes of modules in the caches of JAX",
+        "jaxmp/_flax/_search.py",
+        "            labeling.modules.clear()\n",
+        "",
+        ("test_leaks.py::test_a_class_dies_as_without_policies",),
+    ),
 ]
 
 
