@@ -1811,11 +1811,8 @@ def judge(mutation: Mutation, root: Path = ROOT, *, full: bool = False) -> tuple
             return STALE, mutation.find
         file.write_text(defective, "utf-8")
         # One failure decides if there is one test, or the whole suite, which alone needs plugins.
-        selected = [
-            "-m",
-            "not slow and not expensive",
-            *["-x"] * (full or len(mutation.tests) == 1),
-        ]
+        selected = ["-m", "not slow and not expensive"]
+        selected += ["-x"] * (full or len(mutation.tests) == 1)
         if full:
             # That file checks that each defect can be applied, which fails once one has been.
             selected += ["--ignore=tests/test_mutations.py", "-n", "auto", "--dist", "worksteal"]
