@@ -55,6 +55,12 @@ def train(model, x, recipe="fp32", tx=optax.sgd(0.1), loss=lambda y: jnp.mean(y*
     return step, state, {"x": x}
 
 
+class Readout(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return nn.Dense(4, name="readout")(x)
+
+
 """
 
 
@@ -65,10 +71,10 @@ class Plant:
     Attributes:
       name: the fault; with the number of a public issue where it was reported.
       source: code after `HEAD` that defines `make`.
-      module: expected module path.
-      text: expected source line; "" for a fault of an argument.
-      phase: expected pass; "" for a fault of an argument.
       cause: expected id of the cause.
+      text: expected source line; "" for a fault of an argument.
+      module: expected module path.
+      phase: expected pass; "" for a fault of an argument.
       iteration: expected iterations of the enclosing loops, outermost first.
       device: expected device of a `shard_map`; None outside of one.
       argument: expected argument, and None for a fault of an operation.
@@ -79,10 +85,10 @@ class Plant:
 
     name: str
     source: str
-    module: str
-    text: str
-    phase: str
     cause: str
+    text: str = ""
+    module: str = ""
+    phase: str = "forward"
     iteration: tuple[int, ...] = ()
     device: int | None = None
     argument: str = ""
@@ -107,10 +113,9 @@ PLANTS = [
         def make():
             return with_gradient(loss), jnp.ones(3), jnp.array([0.5, 0.0, 0.2])
         """,
-        "head",
-        "entropy = -jnp.log(p)",
-        "forward",
         "log_of_zero",
+        "entropy = -jnp.log(p)",
+        module="head",
     ),
     Plant(
         "jax#26796: log of a negative number under shard_map",
@@ -124,10 +129,8 @@ PLANTS = [
             x = jnp.array([3.0, 3.0, 3.0, 3.0, 3.0, 1.0, 3.0, 3.0])
             return with_gradient(lambda x: part(x).sum()), x
         """,
-        "",
-        "return jnp.log(y - 4.0)",
-        "forward",
         "log_of_negative",
+        "return jnp.log(y - 4.0)",
         device=2,
     ),
     Plant(
@@ -140,10 +143,9 @@ PLANTS = [
         def make():
             return with_gradient(loss), jnp.array([2.0, 0.0, 0.5])
         """,
-        "",
-        "y = jnp.where(x < 1.0, x, jnp.sqrt(x))",
-        "backward",
         "where_gradient",
+        "y = jnp.where(x < 1.0, x, jnp.sqrt(x))",
+        phase="backward",
     ),
     Plant(
         "jax#21723: gradient of a norm at zero",
@@ -156,10 +158,10 @@ PLANTS = [
         def make():
             return with_gradient(loss), jnp.zeros(3)
         """,
-        "penalty",
-        "length = jnp.linalg.norm(x)",
-        "backward",
         "root_of_zero",
+        "length = jnp.linalg.norm(x)",
+        module="penalty",
+        phase="backward",
     ),
     Plant(
         "flax#982: attention in float16 with a mask of -1e10",
@@ -176,10 +178,9 @@ PLANTS = [
             mask = jnp.arange(4)[None, :] < jnp.array([4, 2, 0, 1])[:, None]
             return with_gradient(loss), x, mask
         """,
-        "attention",
-        "weights = jax.nn.softmax(logits, axis=-1)",
-        "forward",
         "masked_softmax",
+        "weights = jax.nn.softmax(logits, axis=-1)",
+        module="attention",
     ),
     Plant(
         "marin#7271: one leg of a weight gradient in MXFP8",
@@ -212,10 +213,10 @@ PLANTS = [
             params = {"up": jnp.ones((4, 8)), "down": jnp.ones((8, 8))}
             return with_gradient(loss), params, jnp.ones((2, 4))
         """,
-        "w_down",
-        'y = matmul(h, params["down"])',
-        "backward",
         "division_by_zero",
+        'y = matmul(h, params["down"])',
+        module="w_down",
+        phase="backward",
         repair="scale",
     ),
     Plant(
@@ -231,10 +232,8 @@ PLANTS = [
         def make():
             return with_gradient(loss), jnp.float32(1.0), jnp.full((6, 2), 1.0)
         """,
-        "",
-        "h = jnp.exp(h * w) + row",
-        "forward",
         "exp_overflow",
+        "h = jnp.exp(h * w) + row",
         iteration=(3,),
     ),
     Plant(
@@ -250,10 +249,8 @@ PLANTS = [
         def make():
             return jax.jit(lambda x: f(x).sum()), jnp.array([9.5, 4.0])
         """,
-        "",
-        "return n + 1, y * (n / (x - n.astype(f32)))",
-        "forward",
         "division_by_zero",
+        "return n + 1, y * (n / (x - n.astype(f32)))",
         iteration=(4,),
     ),
     Plant(
@@ -268,10 +265,8 @@ PLANTS = [
         def make():
             return with_gradient(loss), jnp.array([2.0, 0.5])
         """,
-        "",
-        "return jnp.sqrt(x - 1.0)",
-        "forward",
         "root_of_negative",
+        "return jnp.sqrt(x - 1.0)",
     ),
     Plant(
         "backward rule of a custom_vjp",
@@ -294,10 +289,10 @@ PLANTS = [
         def make():
             return with_gradient(loss), jnp.array([[1.0, 2.0], [0.0, 0.0]])
         """,
-        "norm",
-        "y = normalized(x)",
-        "backward",
         "division_by_zero",
+        "y = normalized(x)",
+        module="norm",
+        phase="backward",
         repair="size",
     ),
     Plant(
@@ -316,10 +311,9 @@ PLANTS = [
             batch = jnp.array([[1.0, 2.0], [3.0, 1.0], [0.0, 0.0]])
             return with_gradient(loss), jnp.ones(2), batch
         """,
-        "normalize",
-        "y = y * lax.rsqrt(jnp.sum(y * y))",
-        "forward",
         "root_of_zero",
+        "y = y * lax.rsqrt(jnp.sum(y * y))",
+        module="normalize",
     ),
     Plant(
         "range of float16 on one device of a shard_map",
@@ -336,10 +330,9 @@ PLANTS = [
             x = jnp.ones((4, 16)).at[3].set(2000.0)
             return with_gradient(loss), jnp.full((16, 2), 4.0), x
         """,
-        "dense",
-        "y = x.astype(f16) @ w.astype(f16)",
-        "forward",
         "float16_range",
+        "y = x.astype(f16) @ w.astype(f16)",
+        module="dense",
         device=3,
     ),
     Plant(
@@ -356,10 +349,9 @@ PLANTS = [
         def make():
             return with_gradient(loss), jnp.ones(3), jnp.array([1.0, 0.0, 2.0])
         """,
-        "",
-        "return jnp.where(y > 0, jnp.log(y), 0.0)",
-        "backward",
         "where_gradient",
+        "return jnp.where(y > 0, jnp.log(y), 0.0)",
+        phase="backward",
     ),
     Plant(
         "softmax of a masked row in FP32",
@@ -374,10 +366,9 @@ PLANTS = [
             mask = jnp.array([[True, False], [False, False]])
             return with_gradient(loss), jnp.ones((2, 3)), mask
         """,
-        "attention",
-        "weights = jax.nn.softmax(logits)",
-        "forward",
         "masked_softmax",
+        "weights = jax.nn.softmax(logits)",
+        module="attention",
     ),
     Plant(
         "power of a negative number",
@@ -389,10 +380,8 @@ PLANTS = [
         def make():
             return with_gradient(loss), jnp.float32(1.0), jnp.array([1.0, -0.5])
         """,
-        "",
-        "return jnp.sum(y**0.3)",
-        "forward",
         "root_of_negative",
+        "return jnp.sum(y**0.3)",
     ),
     Plant(
         "empty group in a batch that jit shards",
@@ -409,10 +398,9 @@ PLANTS = [
             weights = place(jnp.ones((8, 3)).at[5].set(0.0), P("data"))
             return with_gradient(loss), place(jnp.float32(1.0), P()), x, weights
         """,
-        "pool",
-        "mean = (x * weights).sum(axis=1) / total",
-        "forward",
         "division_by_zero",
+        "mean = (x * weights).sum(axis=1) / total",
+        module="pool",
     ),
     Plant(
         "range of float16 in one microbatch",
@@ -429,10 +417,9 @@ PLANTS = [
         def make():
             return step, jnp.full(2, 300.0), jnp.ones((8, 2)).at[5, 1].set(300.0)
         """,
-        "dense",
-        "y = x.astype(f16) * w.astype(f16)",
-        "forward",
         "float16_range",
+        "y = x.astype(f16) * w.astype(f16)",
+        module="dense",
         iteration=(2,),
     ),
     # -- Linen --------------------------------------------------------------------------------
@@ -450,10 +437,9 @@ PLANTS = [
             loss = lambda y: jnp.mean(y) * 1e-9
             return train(Net(), jnp.full((2, 16), 400.0), recipe, loss=loss)
         """,
-        "readout",
-        'x = nn.Dense(32, name="readout", kernel_init=nn.initializers.ones)(x)',
-        "forward",
         "float16_range",
+        'x = nn.Dense(32, name="readout", kernel_init=nn.initializers.ones)(x)',
+        module="readout",
         repair="recipe",
     ),
     Plant(
@@ -477,10 +463,9 @@ PLANTS = [
         def make():
             return train(Net(), jnp.ones((2, 4)))
         """,
-        "layers/gate",
-        "x = x / (shift - 2.0)",
-        "forward",
         "division_by_zero",
+        "x = x / (shift - 2.0)",
+        module="layers/gate",
         iteration=(2,),
     ),
     Plant(
@@ -501,10 +486,9 @@ PLANTS = [
             loss = lambda y: jnp.mean(y) * 1e-9
             return train(Net(), jnp.ones((2, 16)), "fp16", loss=loss)
         """,
-        "block",
-        "return jnp.exp(x)",
-        "forward",
         "exp_overflow",
+        "return jnp.exp(x)",
+        module="block",
     ),
     Plant(
         "Linen: loss scale too high",
@@ -521,62 +505,43 @@ PLANTS = [
             x = jax.random.normal(jax.random.key(1), (4, 16))
             return train(Net(), x, recipe, loss=lambda y: jnp.sum(y**2))
         """,
-        "readout",
-        'return nn.Dense(16, name="readout")(x)',
-        "backward",
         "loss_scale",
+        'return nn.Dense(16, name="readout")(x)',
+        module="readout",
+        phase="backward",
         repair="recipe",
     ),
     Plant(
         "Linen: bad row of a batch with microbatches",
         """
-        class Net(nn.Module):
-            @nn.compact
-            def __call__(self, x):
-                return nn.Dense(4, name="readout")(x)
-
         def make():
             x = jnp.ones((8, 4)).at[5, 2].set(jnp.nan)
-            return train(Net(), x, microbatches=2)
+            return train(Readout(), x, microbatches=2)
         """,
-        "",
-        "",
-        "",
         "bad_input",
+        phase="",
         argument="batch['x']",
         repair="arguments",
     ),
     Plant(
         "Linen: poisoned parameter",
         """
-        class Net(nn.Module):
-            @nn.compact
-            def __call__(self, x):
-                return nn.Dense(4, name="readout")(x)
-
         def make():
-            step, state, batch = train(Net(), jnp.ones((2, 4)))
+            step, state, batch = train(Readout(), jnp.ones((2, 4)))
             params = jax.tree.map(jnp.array, state.params)
             params["params"]["readout"]["kernel"] = jnp.ones((4, 4)).at[1, 2].set(jnp.nan)
             return step, state.replace(params=params), batch
         """,
-        "",
-        "",
-        "",
         "poisoned_parameter",
+        phase="",
         argument="state.params['params']['readout']['kernel']",
         repair="arguments",
     ),
     Plant(
         "Linen: poisoned second moment",
         """
-        class Net(nn.Module):
-            @nn.compact
-            def __call__(self, x):
-                return nn.Dense(4, name="readout")(x)
-
         def make():
-            model, x = Net(), jnp.ones((2, 4))
+            model, x = Readout(), jnp.ones((2, 4))
             params = model.init(jax.random.key(0), x)
             tx = optax.adam(0.1)
             opt_state = tx.init(params)
@@ -592,10 +557,8 @@ PLANTS = [
 
             return step, params, opt_state, x
         """,
-        "",
-        "",
-        "",
         "poisoned_moment",
+        phase="",
         argument="opt_state[0].nu['params']['readout']['bias']",
         repair="arguments",
     ),
@@ -616,10 +579,8 @@ PLANTS = [
             fp8 = jax.tree_util.tree_map_with_path(bad, state.params[name])
             return step, state.replace(params={**state.params, name: fp8}), batch
         """,
-        "",
-        "",
-        "",
         "fp8_scale",
+        phase="",
         argument="_overwrite_with_gradient",
         repair="arguments",
     ),
@@ -652,10 +613,9 @@ PLANTS = [
         def make():
             return step, Net(nnx.Rngs(0)), jnp.ones((2, 4))
         """,
-        "root",
-        "x = jnp.sqrt(x - x.mean())",
-        "forward",
         "root_of_negative",
+        "x = jnp.sqrt(x - x.mean())",
+        module="root",
         iteration=(0,),
     ),
     Plant(
@@ -681,10 +641,8 @@ PLANTS = [
             optimizer = jaxmp.nnx.Optimizer(model, recipe.optimizer(optax.sgd(0.1)))
             return step, model, optimizer, jnp.full((2, 4), -5.0)
         """,
-        "",
-        "return jnp.log(jax.nn.sigmoid(self.head(x)))",
-        "forward",
         "log_of_zero",
+        "return jnp.log(jax.nn.sigmoid(self.head(x)))",
     ),
     Plant(
         "NNX: epsilon of the optimizer",
@@ -707,10 +665,8 @@ PLANTS = [
             optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
             return step, model, optimizer, jnp.ones((2, 4))
         """,
-        "",
-        "optimizer.update(model, grads)",
-        "forward",
         "optimizer_epsilon",
+        "optimizer.update(model, grads)",
         repair="tx",
     ),
     Plant(
@@ -734,9 +690,8 @@ PLANTS = [
         def make():
             return step, Block(nnx.Rngs(0)), jnp.ones((2, 4))
         """,
-        "normalize",
-        "x = x / (x.max(axis=-1, keepdims=True) - x.max(axis=-1, keepdims=True))",
-        "forward",
         "division_by_zero",
+        "x = x / (x.max(axis=-1, keepdims=True) - x.max(axis=-1, keepdims=True))",
+        module="normalize",
     ),
 ]

@@ -104,9 +104,7 @@ OUTSIDE = {
 
 @pytest.mark.parametrize("check", OUTSIDE)
 @pytest.mark.parametrize("is_after", [False, True])
-def test_errors_before_the_gradient_and_after_the_update_are_those_of_the_function_alone(
-    check, is_after
-):
+def test_errors_before_the_gradient_and_after_the_update_are_of_the_function_alone(check, is_after):
     fn = OUTSIDE[check]
 
     def step(w, x):

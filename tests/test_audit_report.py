@@ -123,14 +123,8 @@ REPORT = jaxmp.typing.AuditReport(
     ),
     notes=("pallas_call at model.py:3",),
 )
-SHORT = [
-    "Precision audit",
-    "Errors",
-    "Fixes",
-    "Matmuls by operand dtype",
-    "Matmuls in the compiled program",
-    "Memory",
-]
+SHORT = ["Precision audit", "Errors", "Fixes", "Matmuls by operand dtype"]
+SHORT += ["Matmuls in the compiled program", "Memory"]
 FULL = [*SHORT, "Warnings", "Suggestions", "Matmuls by module"]
 FULL += ["Compiled matmuls by module", "Collectives", "Notes"]
 WIDTHS = [60, 80, 100, 140]

@@ -44,9 +44,7 @@ x = np.ones((8, 16), np.float32)
 MATMUL = 2 * 8 * 16 * 16
 AFTER = 'open("too_late.txt", "w").close()\n'
 
-JIT = (
-    MODEL
-    + """
+JIT = """
 import functools, sys
 assert sys.argv == ["train.py", "--config=a.py", "--lr", "3"] and __name__ == "__main__"
 import helper  # beside the script
@@ -65,7 +63,6 @@ except BaseException:
 finally:
     open("too_late.txt", "w").close()
 """
-)
 
 NNX = """
 import optax  # which imports JAX
@@ -90,9 +87,7 @@ for _ in range(3):
     open("too_late.txt", "w").close()
 """
 
-PMAP = (
-    MODEL
-    + """
+PMAP = """
 from jax import pmap
 def step(params, opt_state, x):
     loss, grads = jax.value_and_grad(loss_fn)(params, x)
@@ -107,11 +102,8 @@ while True:
     params, opt_state = p_step(params, opt_state, copy(x))
     open("too_late.txt", "w").close()
 """
-)
 
-ABSL = (
-    MODEL
-    + """
+ABSL = """
 from absl import app, flags
 flags.DEFINE_string("name", None, "a required flag")
 flags.mark_flags_as_required(["name"])
@@ -123,11 +115,8 @@ def main(argv):
 if __name__ == "__main__":
     app.run(main)
 """
-)
 
-AHEAD_OF_TIME = (
-    MODEL
-    + """
+AHEAD_OF_TIME = """
 import argparse
 parser = argparse.ArgumentParser()
 parser.add_argument("--steps", type=int, required=True)
@@ -136,7 +125,6 @@ shapes = jax.eval_shape(lambda: (first(), tx.init(first())))
 jax.jit(train_step).lower(*shapes, jax.ShapeDtypeStruct((8, 16), jnp.float32)).compile()
 open("too_late.txt", "w").close()
 """
-)
 
 EQUINOX = """
 import equinox as eqx, jax, jax.numpy as jnp, numpy as np, optax
@@ -154,9 +142,7 @@ for _ in range(3):
     open("too_late.txt", "w").close()
 """
 
-SHARD_MAP = (
-    MODEL
-    + """
+SHARD_MAP = """
 from jax.sharding import Mesh, PartitionSpec as P
 mesh = Mesh(np.array(jax.devices()), ("data",))
 step = jax.shard_map(train_step, mesh=mesh, in_specs=(P(), P(), P("data")), out_specs=P(),
@@ -164,11 +150,8 @@ step = jax.shard_map(train_step, mesh=mesh, in_specs=(P(), P(), P("data")), out_
 jax.jit(step)(first(), tx.init(first()), np.ones((8 * jax.device_count(), 16), np.float32))
 open("too_late.txt", "w").close()
 """
-)
 
-THREAD = (
-    MODEL
-    + """
+THREAD = """
 import threading
 def train():
     jax.jit(train_step)(first(), tx.init(first()), x)
@@ -177,23 +160,20 @@ thread = threading.Thread(target=train)
 thread.start()
 threading.Event().wait()
 """
-)
 
 STYLES = {
-    "jit": (JIT, ["--config=a.py", "--lr", "3"], "scaled_step"),
+    "jit": (MODEL + JIT, ["--config=a.py", "--lr", "3"], "scaled_step"),
     "nnx": (NNX, [], "train_step"),
-    "pmap": (PMAP, [], "step"),
-    "absl": (ABSL, ["--name", "run"], "train_step"),
-    "ahead_of_time": (AHEAD_OF_TIME, ["--steps=3"], "train_step"),
+    "pmap": (MODEL + PMAP, [], "step"),
+    "absl": (MODEL + ABSL, ["--name", "run"], "train_step"),
+    "ahead_of_time": (MODEL + AHEAD_OF_TIME, ["--steps=3"], "train_step"),
     "equinox": (EQUINOX, [], "train_step"),
-    "shard_map": (SHARD_MAP, [], "train_step"),
-    "thread": (THREAD, [], "train_step"),
+    "shard_map": (MODEL + SHARD_MAP, [], "train_step"),
+    "thread": (MODEL + THREAD, [], "train_step"),
 }
 
 # Gradients and updates of two players are compiled separately.
-TWO_PLAYERS = (
-    MODEL
-    + """
+TWO_PLAYERS = """
 gradients = jax.jit(jax.grad(loss_fn))
 @jax.jit
 def apply(params, grads):
@@ -208,7 +188,6 @@ for step in range(3):
     if step:
         open("too_late.txt", "w").close()
 """
-)
 
 
 @pytest.fixture(autouse=True)
@@ -295,12 +274,12 @@ def test_finders_that_ask_the_others_do_not_ask_for_ever(run):
 @EXPENSIVE
 def test_gradients_that_are_compiled_apart_are_audited(run, folder):
     """By default, the train steps are audited together; `--function` names one of them."""
-    _, out, _ = run(TWO_PLAYERS, "--fail-on", "none")
+    _, out, _ = run(MODEL + TWO_PLAYERS, "--fail-on", "none")
     assert re.match(r"Functions generator_step \(train.py:\d+\), loss_fn \(.*\), apply \(", out)
-    _, out, _ = run(TWO_PLAYERS, "--function", "loss_fn", "--fail-on", "none")
+    _, out, _ = run(MODEL + TWO_PLAYERS, "--function", "loss_fn", "--fail-on", "none")
     assert out.startswith("Function loss_fn (train.py:")
     assert not (folder / "too_late.txt").exists()
-    status, _, error = run(TWO_PLAYERS, "--function", "train_stap")
+    status, _, error = run(MODEL + TWO_PLAYERS, "--function", "train_stap")
     assert status == 2 and "compiled no function 'train_stap'. It compiled gen" in error
 
 
@@ -309,7 +288,7 @@ def test_a_module_runs_as_after_python_m(run, folder):
     (folder / "package").mkdir()
     (folder / "package/__init__.py").touch()
     (folder / "package/train.py").write_text(
-        "from . import __name__ as package\nassert package == 'package'\n" + ABSL
+        "from . import __name__ as package\nassert package == 'package'\n" + MODEL + ABSL
     )
     status, _, error = run("")  # a script without JAX
     assert status == 2 and "Error: train.py ended, and did not import JAX." in error

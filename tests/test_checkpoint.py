@@ -624,16 +624,13 @@ def write_orbax_manager(directory, state):
     return directory
 
 
-def write_flax(directory, state):
-    flax.config.update("flax_use_orbax_checkpointing", False)
+def write_flax(directory, state, uses_orbax=False):
+    flax.config.update("flax_use_orbax_checkpointing", uses_orbax)
     flax_checkpoints.save_checkpoint(directory, state, step=5)
     return directory
 
 
-def write_flax_with_orbax(directory, state):
-    flax.config.update("flax_use_orbax_checkpointing", True)
-    flax_checkpoints.save_checkpoint(directory, state, step=5)
-    return directory
+write_flax_with_orbax = functools.partial(write_flax, uses_orbax=True)
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -71,16 +71,16 @@ class NnxPerceptron(nnx.Module):
         return self.out(nnx.tanh(self.hidden(x)))
 
 
+TRAINING = {
+    "loss_fn": squared_error,
+    "batches": data,
+    "optimizer": optax.adam(1e-3),
+    "held_out": HELD_OUT,
+}
+
+
 def run(model=None, recipes=("bf16",), **options):
-    defaults = dict(
-        seeds=2,
-        steps=STEPS,
-        compare_steps=[0, 5],
-        loss_fn=squared_error,
-        batches=data,
-        optimizer=optax.adam(1e-3),
-        held_out=HELD_OUT,
-    )
+    defaults = {"seeds": 2, "steps": STEPS, "compare_steps": [0, 5], **TRAINING}
     return jaxmp.validate(model or Perceptron(), recipes, **{**defaults, **options})
 
 
@@ -95,13 +95,7 @@ def report():
 # ---------------------------------------------------------------------------
 
 
-trained_run = make_model_runs(
-    Perceptron(),
-    loss_fn=squared_error,
-    batches=data,
-    optimizer=optax.adam(1e-3),
-    held_out=HELD_OUT,
-)
+trained_run = make_model_runs(Perceptron(), **TRAINING)
 
 
 def interrupted_after(count):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import weakref
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
@@ -50,7 +51,7 @@ class ModulePolicy:
     Attributes:
       resolved: the resolved policy of the module.
       traits: traits of its class.
-      cls: its class.
+      of_class: weak reference to its class, with which the cache of a `Root` loses this object.
       policies: the policies that were resolved.
       outputs: number of outputs of a linear layer; None for other modules.
       policy: the policy of the module.
@@ -62,7 +63,7 @@ class ModulePolicy:
 
     resolved: _resolve.ResolvedPolicy
     traits: LayerTraits
-    cls: type
+    of_class: weakref.ref[type]
     policies: _load.PolicyMap
     outputs: int | None
     policy: _policy.Policy
@@ -70,6 +71,13 @@ class ModulePolicy:
     input_dtype: np.dtype
     field_dtype: np.dtype
     _methods: dict[str, Method] = dataclasses.field(default_factory=dict, repr=False)
+
+    @property
+    def cls(self) -> type:
+        """The class of the module."""
+        cls = self.of_class()
+        assert cls is not None
+        return cls
 
     def method(self, name: str) -> Method:
         """Returns the properties of a method."""
@@ -114,7 +122,7 @@ def _method_of(module_policy: ModulePolicy, name: str) -> Method:
         carried = ("initial_carry",)
     has_dot = bool(traits.kernel or traits.embedding) and not traits.is_convolution
     is_dot = has_dot and name == ("attend" if traits.embedding else "__call__")
-    owner = traits.registered or traits.layer
+    owner = traits.registered() if traits.registered else traits.layer
     return Method(
         name=name,
         is_forward=is_named or is_of_flax,
@@ -149,7 +157,7 @@ def resolve_module(
     return ModulePolicy(
         resolved=resolved,
         traits=traits,
-        cls=cls,
+        of_class=weakref.ref(cls),
         policies=policies,
         outputs=outputs,
         policy=resolved.policy,

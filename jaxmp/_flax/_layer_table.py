@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import threading
+import weakref
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -77,8 +78,8 @@ class LayerTraits:
     # The class of Flax that has the row, or a base class of a registered class. A policy replaces a
     # method only if it is the one of this class.
     layer: type = object
-    # The class that a user registered.
-    registered: type | None = None
+    # The class that a user registered, which may die.
+    registered: weakref.ref[type] | None = None
     # Inputs, statistics, scale and bias are FP32; the result is returned in the compute dtype.
     is_norm: bool = False
     # Parameters are read in FP32: norms, and wrappers that normalize the weights of a layer.
@@ -190,16 +191,19 @@ class LayerTable:
         check_attribute: Callable[[type, str, str], None] = lambda *_: None,
     ) -> None:
         self._module_class = module_class
-        self._rows = {cls: dataclasses.replace(row, layer=cls) for cls, row in rows.items()}
+        # Users' classes die with what the table knows of them.
+        self._rows: weakref.WeakKeyDictionary[type, LayerTraits] = weakref.WeakKeyDictionary(
+            {cls: dataclasses.replace(row, layer=cls) for cls, row in rows.items()}
+        )
         self._flax_dtype, self._check_attribute = flax_dtype, check_attribute
         # The traits of all classes that have been used under a policy.
-        self._used: dict[type, LayerTraits] = {}
+        self._used: weakref.WeakKeyDictionary[type, LayerTraits] = weakref.WeakKeyDictionary()
         self._lock = threading.Lock()
 
     def traits(self, cls: type) -> LayerTraits:
         """Returns the traits of a class, or of the class that a wrapped class was made from."""
-        if cls in self._used:
-            return self._used[cls]
+        if (known := self._used.get(cls)) is not None:
+            return known
         with self._lock:
             author = author_class(cls)
             row = self._first_row(author.__mro__)
@@ -260,7 +264,7 @@ class LayerTable:
             changes["dot"] = EINSUM_OP._replace(name=einsum)
         with self._lock:
             inherited = dataclasses.replace(self._first_row(cls.__mro__[1:]), casts_params=False)
-            row = dataclasses.replace(inherited, **changes, registered=cls)
+            row = dataclasses.replace(inherited, **changes, registered=weakref.ref(cls))
             self._check_combination(cls, changes, row, both=bool(dot_general and einsum))
             if self._rows.get(cls) == row:
                 return

@@ -7,7 +7,7 @@ import functools
 import inspect
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import flax.linen as nn
 import jax
@@ -184,7 +184,8 @@ def _dot_fields(module: nn.Module, module_policy: ModulePolicy) -> dict[str, Any
     name = traits.dot.name
     value, own = vars(module)[name], (_fp8_layers.LayerDot, _fp8_layers.LayerEinsum)
     # A clone, such as `nn.remat` makes, has the dot of its original, but another state.
-    is_default = value is _default_of(type(module), name) or isinstance(value, own)
+    default = cast(Any, module).__dataclass_fields__[name].default
+    is_default = value is default or isinstance(value, own)
     fields = dot_changes(
         vars(module), traits, module_policy.resolved, promote_dtype, is_default=is_default
     )
@@ -192,13 +193,6 @@ def _dot_fields(module: nn.Module, module_policy: ModulePolicy) -> dict[str, Any
         state = functools.partial(_fp8_layers.read_linen_state, weakref.ref(module), dot.scaling)
         fields[name] = dataclasses.replace(dot, state=state)
     return fields
-
-
-# Each call of a layer asks for it.
-@functools.cache
-def _default_of(cls: type[nn.Module], name: str) -> Any:
-    """Returns the default value of a field."""
-    return next(field.default for field in dataclasses.fields(cls) if field.name == name)
 
 
 # ---------------------------------------------------------------------------

@@ -51,7 +51,7 @@ def key_scopes(module: nn.Module) -> None:
     assert module.scope is not None
     _key_scope(module.scope)
     # A copy of the attributes, because access to a child can run its `setup`.
-    for value in [value for value in vars(module).values() if _may_contain_modules(type(value))]:
+    for value in list(vars(module).values()):
         for child in modules_in(value):
             if child.scope is not None and "push" not in vars(child.scope):
                 key_scopes(child)
@@ -59,15 +59,9 @@ def key_scopes(module: nn.Module) -> None:
 
 def modules_in(value: object) -> list[nn.Module]:
     """Returns the modules in an attribute: the value itself, or those in a container."""
-    if not _may_contain_modules(type(value)):
+    if not isinstance(value, (nn.Module, tuple, list, Mapping)):
         return []
     return [leaf for leaf in jax.tree.leaves(value) if isinstance(leaf, nn.Module)]
-
-
-# `issubclass` is slow for abstract classes, and each field of a module asks for it.
-@functools.cache
-def _may_contain_modules(cls: type) -> bool:
-    return issubclass(cls, (nn.Module, tuple, list, Mapping))
 
 
 Path: TypeAlias = tuple[str, ...]
@@ -89,8 +83,10 @@ class Root:
     path: Path
     # Path of the module in the model from which it was taken, which has the policies.
     origin: Path = ()
-    # Of the modules that were called.
-    _module_policies: dict[Hashable, ModulePolicy] = dataclasses.field(default_factory=dict)
+    # Of the modules that were called; those of a class die with it.
+    _module_policies: weakref.WeakKeyDictionary[type, dict[Hashable, ModulePolicy]] = (
+        dataclasses.field(default_factory=weakref.WeakKeyDictionary)
+    )
 
     @functools.cached_property
     def is_by_path(self) -> bool:
@@ -113,14 +109,14 @@ class Root:
         """Returns the policy of a bound module."""
         cls, path = type(module), self.path_of(module)
         outputs = LINEN_LAYERS.outputs(module, module.parent)
-        key = path, cls, outputs
-        if key not in self._module_policies:
+        module_policies, key = self._module_policies.setdefault(cls, {}), (path, outputs)
+        if key not in module_policies:
             _check_bridge(module, path)
             traits = LINEN_LAYERS.traits(cls)
             module_policy = resolve_module(self.policies, path, cls, traits, outputs)
             # Calls of one module are compared by their policies, also if threads make two.
-            self._module_policies.setdefault(key, module_policy)
-        return self._module_policies[key]
+            module_policies.setdefault(key, module_policy)
+        return module_policies[key]
 
 
 # Models with equal policies share what was resolved for their modules.
@@ -139,8 +135,6 @@ class Plain(NamedTuple):
 # ---------------------------------------------------------------------------
 
 
-# Each call of a module asks for it.
-@functools.cache
 def _is_bridge(cls: type) -> bool:
     """Returns True for subclasses of `flax.nnx.bridge.ToLinen`, which may not be imported."""
     names = ((base.__module__, base.__name__) for base in cls.__mro__)

@@ -8,6 +8,7 @@ import functools
 import inspect
 import threading
 import warnings
+import weakref
 from collections.abc import Callable, Hashable, Iterator
 from typing import Any, TypeVar, cast
 
@@ -118,8 +119,9 @@ def _check_unbound(model: nn.Module) -> None:
 # Wrapped classes
 # ---------------------------------------------------------------------------
 
-# Arguments of `wrapped_class` -> the class, until the process ends.
-_classes: dict[tuple[type, _load.PolicyMap, _linen_interceptor.Path], type] = {}
+# Arguments of `wrapped_class` -> the class, while something else refers to it: a model, or a trace
+# of JAX. It refers to the class of its author, which therefore has a weak reference here.
+_classes: weakref.WeakValueDictionary[Hashable, type[nn.Module]] = weakref.WeakValueDictionary()
 _classes_lock = threading.Lock()
 
 
@@ -135,11 +137,12 @@ def wrapped_class(
       policies: the policies.
       origin: the path of a submodule that was taken out of its model.
     """
-    key = (cls, policies, origin)
+    key = weakref.ref(cls), policies, origin
     with _classes_lock:
-        if key not in _classes:
-            _classes[key] = _make_class(*key)
-        return _classes[key]
+        wrapped = _classes.get(key)
+        if wrapped is None:
+            wrapped = _classes[key] = _make_class(cls, policies, origin)
+        return wrapped
 
 
 def _make_class(

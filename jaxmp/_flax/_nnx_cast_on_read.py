@@ -199,7 +199,8 @@ def _is_ordinary(variable: nnx.Variable[Any]) -> bool:
     return not (getattr(variable, "ref", False) or getattr(variable, "hijax", False))
 
 
-# One class for each class of Variables, which JAX compares in pytrees.
+# One class for each class of Variables, which JAX compares in pytrees. Flax registers both with
+# JAX, which keeps them.
 @functools.cache
 def _cast_class(cls: type) -> Any:
     """Returns the subclass of a Variable class whose objects write to their source."""

@@ -112,7 +112,8 @@ def check_attributes(module: nnx.Module, traits: LayerTraits, path: str) -> None
     Raises:
       CompositionError: with the attribute, the path and the fix.
     """
-    if traits.registered is None:
+    registered = None if traits.registered is None else traits.registered()
+    if registered is None:
         return
     examples = {traits.dtype: "dtype", traits.attention_fn: "flax.nnx.dot_product_attention"}
     if traits.dot is not None:
@@ -121,7 +122,7 @@ def check_attributes(module: nnx.Module, traits: LayerTraits, path: str) -> None
     for name, example in examples.items():
         if name and name not in vars(module):
             raise CompositionError(
-                f"{traits.registered.__name__} was registered with an attribute {name!r}, but the "
+                f"{registered.__name__} was registered with an attribute {name!r}, but the "
                 f"{type(module).__name__} at {path!r} has none. Set it in __init__: "
                 f"self.{name} = {example}."
             )

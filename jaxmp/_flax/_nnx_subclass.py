@@ -39,7 +39,8 @@ from jaxmp._policies._load import PolicyMap
 # Classes
 # ---------------------------------------------------------------------------
 
-# Class of the author -> its wrapped class, until the process ends.
+# Class of the author -> its wrapped class. Flax registers each class of NNX with JAX, and both keep
+# it until the process ends.
 _classes: dict[type, type] = {}
 _classes_lock = threading.Lock()
 

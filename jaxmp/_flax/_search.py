@@ -93,7 +93,10 @@ class ModelSearch:
             # Only a call of the whole model shows that no layer uses FP8; `explain` lists them.
             is_whole = name.endswith("__call__") and not _explain.is_recording()
             is_first = all(path for path, *_ in self._labels)
-            labels = self._search(key, prepare, is_first=is_first, is_whole=is_whole)
+            labeling = _labels.Labeling()
+            labels = self._search(key, prepare, labeling, is_first=is_first, is_whole=is_whole)
+            # JAX's caches keep the context of a trace, but the classes of modules may die.
+            labeling.modules.clear()
             if labels is None:
                 # The call itself will raise, or it cannot be searched. If it is repeated, it may
                 # succeed with other variables, or with the RNG that was missing.
@@ -126,12 +129,13 @@ class ModelSearch:
         self,
         key: tuple[type, PolicyMap, tuple[str, ...]],
         prepare: Callable[[], tuple[Callable[..., PyTree], PyTree, PyTree]],
+        labeling: _labels.Labeling,
         *,
         is_first: bool,
         is_whole: bool,
     ) -> dict[str, str] | None:
         """Returns label -> why its value is not rounded; None if the call cannot be traced."""
-        labeling, is_cast = _labels.Labeling(), is_traced_by_autocast()
+        is_cast = is_traced_by_autocast()
         try:
             fn, arrays, variables = prepare()
             search = _compat.context(decisions=labeling)

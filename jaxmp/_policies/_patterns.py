@@ -7,6 +7,7 @@ import functools
 import inspect
 import re
 import warnings
+import weakref
 from collections.abc import Callable, Iterable
 from typing import Any, Generic, NamedTuple, Protocol, TypeAlias
 
@@ -123,8 +124,6 @@ def _pattern_error(pattern: str, problem: str) -> RuleError:
 # ---------------------------------------------------------------------------
 
 
-# Read for each layer and rule.
-@functools.lru_cache(maxsize=4096)
 def module_type_names(module_type: ModuleType) -> tuple[str, ...]:
     """Returns the class names that a rule may use for a module: its class and the base classes."""
     if module_type is None:
@@ -166,10 +165,14 @@ _BASE_MODULES = frozenset(
 )
 
 
-# Each call of a module reads them, and `inspect.signature` is slow.
-@functools.cache
+# Each module of a class asks for them, and `inspect.signature` is slow. They die with the class.
+_methods: weakref.WeakKeyDictionary[type, dict[str, Arguments]] = weakref.WeakKeyDictionary()
+
+
 def methods_of(cls: type) -> dict[str, Arguments]:
     """Returns name -> arguments for the methods of a module class, without Flax's base classes."""
+    if cls in _methods:
+        return _methods[cls]
     methods: dict[str, Arguments] = {}
     for base in reversed(cls.__mro__):
         if base in _BASES or base.__module__ in _BASE_MODULES:
@@ -181,6 +184,7 @@ def methods_of(cls: type) -> dict[str, Arguments]:
             arguments = _arguments(member, base.__module__.partition(".")[0] == "flax")
             if arguments is not None:
                 methods[name] = arguments
+    _methods[cls] = methods
     return methods
 
 
@@ -201,8 +205,6 @@ def _arguments(method: Callable[..., Any], is_flax: bool) -> Arguments | None:
     )
 
 
-# Each call of a module reads them.
-@functools.cache
 def own_inputs(cls: type, names: Names) -> Names:
     """Returns the entries of `keep_inputs` that some method of a module class accepts."""
     methods = methods_of(cls).values()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import weakref
 from collections.abc import Iterable, Mapping
 from typing import Any, Self
 
@@ -49,7 +50,10 @@ class Policies:
     # The policy of each rule.
     _policies: tuple[Policy, ...] = dataclasses.field(init=False, repr=False, compare=False)
     _hash: int = dataclasses.field(init=False, repr=False, compare=False)
-    _resolved: dict[Any, ResolvedPolicy] = dataclasses.field(init=False, repr=False, compare=False)
+    # Class of a module, with which its entry dies -> the other arguments of `resolve_policy`.
+    _resolved: weakref.WeakKeyDictionary[type, dict[Any, ResolvedPolicy]] = dataclasses.field(
+        init=False, repr=False, compare=False
+    )
 
     def __init__(
         self, default: Policy, rules: Iterable[Rule] | Rule = (), fp8: Scaling | None = None
@@ -63,7 +67,8 @@ class Policies:
         rules = checked_rules(rules)
         policies = tuple(_policy_of_rule(default, rule) for rule in rules)
         vars(self).update(default=default, rules=rules, fp8=fp8, others=())
-        vars(self).update(_policies=policies, _resolved={}, _hash=hash((default, rules, fp8)))
+        vars(self).update(_policies=policies, _hash=hash((default, rules, fp8)))
+        vars(self).update(_resolved=weakref.WeakKeyDictionary())
 
     def beside(self, others: Iterable[Policies]) -> Self:
         """Returns these policies as one of several phases, which have one train state.
@@ -212,9 +217,11 @@ def resolve_policy(
         returns its FP32 sums and does not run in FP8, unless the deciding rule sets these itself:
         an output dtype, `fp32_outputs_below = 0`, or `matmul = "fp8"`.
     """
-    key = path, module_type, outputs, is_decision
-    if key in policies._resolved:
-        return policies._resolved[key]
+    is_class = isinstance(module_type, type)
+    resolved = policies._resolved.setdefault(module_type if is_class else type(module_type), {})
+    key = path, None if is_class else module_type, outputs, is_decision
+    if key in resolved:
+        return resolved[key]
     path = path_string(path)
     deciding, policy, owner = None, policies.default, path.partition(":")[0]
     for rule, override_policy in zip(policies.rules, policies._policies, strict=True):
@@ -234,7 +241,7 @@ def resolve_policy(
     is_widened = is_decision and not is_fixed and _core.is_16bit(policy.compute_dtype)
     returns_fp32 = narrow or (is_widened and not is_half_root)
     own_dtype = _core.FLOAT32 if returns_fp32 else policy.compute_dtype
-    resolved = policies._resolved[key] = ResolvedPolicy(
+    resolved[key] = ResolvedPolicy(
         policy=policy,
         rule=deciding,
         output_dtype=policy.output_dtype if names_output or not path else own_dtype,
@@ -246,7 +253,7 @@ def resolve_policy(
         if policies.others and not uses_fp8
         else None,
     )
-    return resolved
+    return resolved[key]
 
 
 def _resting(policies: Policies, own: Policy, path: str, module_type: ModuleType) -> Scaling | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import functools
 import re
+import weakref
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from typing import Any
@@ -297,15 +298,19 @@ def call_and_type(equation: _programs.Equation, name: str = "") -> tuple[Any, st
     return _programs.call_site(equation), name or equation.primitive.name, _checks.dtype_of(result)
 
 
-# Each finding in a jaxpr reads all of its shapes.
-@functools.lru_cache(maxsize=8)
+# Each finding in a jaxpr reads all of its shapes. They die with the jaxpr.
+_shapes: weakref.WeakKeyDictionary[_programs.Body, dict[tuple[Any, str, Any], set[Any]]]
+_shapes = weakref.WeakKeyDictionary()
+
+
 def shapes_by_source(body: _programs.Body) -> dict[tuple[Any, str, Any], set[tuple[int, ...]]]:
     """Returns the shapes of the results in the forward pass of a jaxpr, by their source."""
-    shapes = defaultdict(set)
-    for equation in _programs.equations(body.jaxpr, inside=False):
-        if equation.outvars and is_forward(equation):
-            shapes[call_and_type(equation)].add(getattr(equation.outvars[0].aval, "shape", ()))
-    return shapes
+    if body not in _shapes:
+        shapes = _shapes[body] = defaultdict(set)
+        for equation in _programs.equations(body.jaxpr, inside=False):
+            if equation.outvars and is_forward(equation):
+                shapes[call_and_type(equation)].add(getattr(equation.outvars[0].aval, "shape", ()))
+    return _shapes[body]
 
 
 def _is_read_exactly(op: OpOccurrence, function: str) -> bool:
