@@ -240,7 +240,9 @@ def _refuse(scaling: str, primals: object, tangents: object) -> NoReturn:
     raise CompositionError(
         f"fp8.dot_general ({scaling}) has no second derivative: what quantizes "
         "gradients cannot be differentiated. For gradients of gradients (penalties, Hessians) use "
-        'a policy without matmul = "fp8", such as the recipe "bf16".'
+        'a policy without matmul = "fp8", such as the recipe "bf16". Where the inner gradient is a '
+        "constant of the loss, as in adversarial training, compute it from constants: "
+        "jax.grad(attack)(jax.lax.stop_gradient(x), jax.lax.stop_gradient(params))."
     )
 
 
