@@ -192,7 +192,8 @@ def audit_program(
     def walked(has_fixes: bool = True) -> tuple[_auditor.Auditor, _trace.Traced]:
         """Traces the function, and walks over its program."""
         with _trial.without_collection():
-            traced, auditor = _trace.trace(fn, args, kwargs), _auditor.Auditor(context)
+            traced = _trace.trace(fn, args, kwargs)
+            auditor = _auditor.Auditor(context.of_program(traced.closed))
             auditor.findings.reads_source = has_fixes
             _check_state.label_arguments(auditor, traced)
             # Masks that attention makes for its own derivative are not the model's.

@@ -10,6 +10,7 @@ from types import CodeType
 from typing import Any
 
 from jaxmp import _core, _programs
+from jaxmp._core._compat import ClosedJaxpr
 from jaxmp._policies import _load, _op_table, _resolve
 from jaxmp._programs import Scope
 from jaxmp._tools.audit import _checks, _dataflow
@@ -59,6 +60,14 @@ class PolicyContext:
             if other.module_type is not None and other.compute_dtype is not None:
                 dtypes.add(other.compute_dtype)
         return frozenset(dtypes)
+
+    def of_program(self, jaxpr: ClosedJaxpr) -> PolicyContext:
+        """Returns the context of a program: without a recipe, code for float16 names fp16."""
+        results = (var for equation in _programs.equations(jaxpr) for var in equation.outvars)
+        dtypes = (getattr(var.aval, "dtype", None) for var in results)
+        if self.recipe is not None or _core.FLOAT16 not in dtypes:
+            return self
+        return PolicyContext(None, self.target, "'fp16'")
 
     def with_rule(self, rule: str) -> str:
         """Returns code that adds a rule, which precedes those of the policies."""
