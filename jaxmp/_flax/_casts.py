@@ -107,7 +107,7 @@ class ModulePolicy:
         if wide is not None and is_added and traits.dot is not None:
             return wide
         path = f"{self.resolved.path}:{name}"
-        return _resolve.resolve_policy(self.policies, path, self.cls).policy.compute_dtype
+        return _resolve.resolve_policy(self.policies, path, self.of_class()).policy.compute_dtype
 
 
 def _method_of(module_policy: ModulePolicy, name: str) -> Method:
