@@ -292,7 +292,7 @@ def _tested(
     if bounds and math.isfinite(interval.mean):
         text += f" ({' to '.join(_shown(x, metric) for x in bounds)})"
     if verdict == _rows.INCONCLUSIVE and not bounds:
-        text += " of one seed, which has no interval"
+        text += " for one seed, which gives no interval"
     elif verdict == _rows.INCONCLUSIVE and has_outlier(interval, limit):
         far = _shown(interval.outlier, metric).lstrip("+")
         text += f" with an outlier, one seed at {far} from the others"
