@@ -219,10 +219,15 @@ class Liveness(_programs.Forward):
     def _peak(self, results: list[_Array]) -> int:
         """Returns the most bytes of the arrays of all kernels that exist at once."""
         first = {array: n for n, each in enumerate(self._kernels) for array in each.writes}
+        library = {array for each in self._kernels if each.is_library for array in each.writes}
         # A kernel other than a library call writes into the memory of an operand that nothing else
-        # reads, so that the operand exists until the kernel before. A result without a kernel is
+        # reads, so that the operand exists until the kernel before, unless it is the result of a
+        # library call, which XLA allocates with the workspace. A result without a kernel is
         # computed as soon as its operands exist.
-        readers = [(each.reads, n - (not each.is_library)) for n, each in enumerate(self._kernels)]
+        readers = []
+        for n, each in enumerate(self._kernels):
+            readers.append((each.reads & library, n))
+            readers.append((each.reads - library, n - (not each.is_library)))
         for reads in map(_in_memory, ([result] for result in results)):
             readers.append((reads, max((first.get(array, 0) for array in reads), default=0)))
         last = dict(first)
