@@ -82,7 +82,8 @@ def _block_size(heads: int) -> int:
 
     A pair of blocks takes about 37 kernels in both passes, and reads its operands and sums again
     (`python benchmarks/attention_memory.py --target h200`). A GPU therefore computes few large
-    blocks, as many logits at a time as its memory allows.
+    blocks, as many logits at a time as its memory allows. XLA replaces a loop over a single pair by
+    its body, and may then keep the weights of the forward pass instead of computing them again.
     """
     block, logits = _MOST, _LOGITS
     memory = _core.target_memory() if _compat.target() == "gpu" else None
