@@ -1282,6 +1282,16 @@ gradients are divided along the batch before they are summed
 - is_summed = not is_apart and not is_matmul
 + is_summed = True
 test_memory.py::test_gradients_are_whole_before_they_are_summed_over_the_batch
+
+an unrolled loop is estimated as one kernel
+- equation.params["unroll"] >= inside[0].times > 0
++ inside[0].times == 1
+test_memory.py::test_an_unrolled_loop_is_a_program_of_its_iterations
+
+kernels are estimated to write into the result of a matmul
+- for each in self._kernels if each.is_library for
++ for each in () for
+test_memory.py::test_results_of_library_calls_are_not_overwritten
 """,
     "jaxmp/_tools/nonfinite/_causes.py": r"""
 locate: a run in FP32 does not change the cause

@@ -255,14 +255,34 @@ def test_the_arrays_in_a_shard_map_are_parts():
     assert estimate.temporary == jaxmp.estimate_memory(step, PARAMS, part, exact=False).temporary
 
 
-def test_a_loop_of_one_iteration_is_none():
+@pytest.mark.parametrize("length", [1, 3])
+@pytest.mark.parametrize("reverse", [False, True])
+def test_an_unrolled_loop_is_a_program_of_its_iterations(length, reverse):
     def looped(params, x):
-        return jax.lax.scan(
-            lambda total, rows: (total + squares(params, rows), None), 0.0, x[None]
-        )[0]
+        def layer(x, n):
+            return n * jnp.tanh(jnp.tanh(x @ params[0]) @ params[1]), jnp.sin(x)
 
-    loop, plain = (jaxmp.estimate_memory(jax.grad(f), PARAMS, ROWS) for f in (looped, squares))
-    assert loop.temporary == pytest.approx(plain.temporary, rel=0.2)
+        scales = jnp.arange(1.0, length + 1)
+        x, saved = jax.lax.scan(layer, x, scales, reverse=reverse, unroll=length)
+        return jnp.sum(x) + jnp.sum(scales[:, None, None] * saved)
+
+    def plain(params, x):
+        total = 0.0
+        for n in range(length)[:: -1 if reverse else 1]:
+            total += (n + 1) * jnp.sum(jnp.sin(x))
+            x = (n + 1) * jnp.tanh(jnp.tanh(x @ params[0]) @ params[1])
+        return jnp.sum(x) + total
+
+    loop, other = (jaxmp.estimate_memory(jax.grad(f), PARAMS, ROWS) for f in (looped, plain))
+    assert loop.temporary == pytest.approx(other.temporary, rel=0.05)
+
+
+def test_results_of_library_calls_are_not_overwritten():
+    def forward(params, x):
+        return jnp.tanh(x @ params[0]) @ params[1]
+
+    # The matmul's result and its tanh.
+    assert jaxmp.estimate_memory(forward, PARAMS, ROWS).temporary == 2 * size_of(ROWS)
 
 
 def test_it_says_whether_the_step_fits():

@@ -116,6 +116,8 @@ class Liveness(_programs.Forward):
         self._arguments = [
             _Array(each.bytes, _axes_of(each.sharding) & self._axes) for each in arguments
         ]
+        # Stacked result of an unrolled loop -> its rows.
+        self._rows = dict[_Array, list[_Array]]()
         # Shape -> the axes of the last array of this shape.
         self._passed = dict[tuple[int, ...], frozenset[str]]()
 
@@ -131,9 +133,10 @@ class Liveness(_programs.Forward):
         name = equation.primitive.name
         has_inside = name in _programs.CONSTRUCTS | _programs.OPAQUE_CALLS
         inside = _programs.inners(equation) if has_inside else []
-        is_apart = any(
-            inner.form is Form.BRANCH or (inner.is_loop and inner.length != 1) for inner in inside
-        )
+        # XLA makes one program of the iterations of an unrolled loop.
+        if name == "scan" and equation.params["unroll"] >= inside[0].times > 0:
+            return self._unrolled(equation, inside[0], operands)
+        is_apart = any(inner.form is Form.BRANCH or inner.is_loop for inner in inside)
         if inside and not is_apart:
             analysis = self._on_shards() if inside[0].form is Form.SHARDS else self
             return analysis.enter(equation, operands, frame)
@@ -172,6 +175,24 @@ class Liveness(_programs.Forward):
         own = copy.copy(self)
         own._parameters, own._batch, own._devices = {}, 1, dict.fromkeys(self._devices, 1)
         return own
+
+    def _unrolled(self, equation: Any, body: Inner, operands: list[_Array]) -> list[_Array]:
+        """Adds the kernels of all iterations of a loop, and returns its results."""
+        args = [operands[n] for n in body.indices if n is not None]
+        scanned = [self._rows.get(each, [each] * body.times) for each in args[body.carried.stop :]]
+        saved = dict[int, list[_Array]]()
+        for n in range(body.times)[:: body.step]:
+            args[body.carried.stop :] = [rows[n] for rows in scanned]
+            results = self.run(body.jaxpr, args)
+            args[body.carried.start : body.carried.stop] = results[: len(body.carried)]
+            saved[n] = results[len(body.carried) :]
+        results = [args[n] for n in body.carried]
+        rows_of_each = zip(*(saved[n] for n in sorted(saved)), strict=True)
+        for var, rows in zip(equation.outvars[len(results) :], rows_of_each, strict=True):
+            stack = _Array(self._size(var.aval, rows[0].axes), rows[0].axes, rows)
+            self._rows[stack] = list(rows)
+            results.append(stack)
+        return results
 
     def _measure_inside(self, inner: Inner, operands: list[_Array]) -> tuple[list[Axes], int]:
         """Returns the axes of the results of a loop or branch, and the bytes that it requires."""
