@@ -153,24 +153,20 @@ def flatten_state(state: PyTree, *, by_values: bool = False) -> FlatState:
     Raises:
       CheckpointError: for a leaf that is none of these, and for two leaves with one path.
     """
-    outer, outer_def = jax.tree_util.tree_flatten_with_path(state, is_leaf=_nnx_nodes.is_node)
+    outer, _ = jax.tree_util.tree_flatten_with_path(state, is_leaf=_nnx_nodes.is_node)
     nodes = [(names, value) for names, value in _named(outer) if _nnx_nodes.is_node(value)]
 
-    def with_nodes(convert: Callable[[Any], PyTree]) -> PyTree:
-        leaves = [convert(leaf) if _nnx_nodes.is_node(leaf) else leaf for _, leaf in outer]
-        return outer_def.unflatten(leaves)
+    def with_nodes(convert: Callable[..., PyTree], *trees: PyTree) -> PyTree:
+        """Returns the state with converted NNX objects; other leaves are those of the last tree."""
+        each = lambda *leaves: convert(*leaves) if _nnx_nodes.is_node(leaves[0]) else leaves[-1]
+        return jax.tree.map(each, state, *trees, is_leaf=_nnx_nodes.is_node)
 
     arrays, treedef = jax.tree_util.tree_flatten_with_path(with_nodes(_nnx_nodes.pure_state))
     rows = _named(arrays)
     _check_values(rows, are_read=by_values)
 
     def rebuild(values: list[Any]) -> PyTree:
-        parts = iter(outer_def.flatten_up_to(treedef.unflatten(values)))
-        result = [
-            _nnx_nodes.update(leaf, next(parts)) if _nnx_nodes.is_node(leaf) else next(parts)
-            for _, leaf in outer
-        ]
-        return outer_def.unflatten(result)
+        return with_nodes(_nnx_nodes.update, treedef.unflatten(values))
 
     # The state with the classes of jaxmp's optimizer states.
     typed = with_nodes(_nnx_nodes.optimizer_states)
