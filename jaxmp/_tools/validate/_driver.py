@@ -111,8 +111,7 @@ def _make_report(settings: Settings, results: Mapping[str, Trained]) -> _report.
     metrics = _budget.choose_metrics(reference.records, trained, settings.directions, budgets)
     training = _budget.choose_training(reference.records, trained, budgets)
     candidates = [
-        _compare_candidate(settings, reference, results[name], metrics, training, name)
-        for name in names
+        _compare_candidate(settings, reference, results[name], metrics, training) for name in names
     ]
     others = [each.reason for each in (*metrics[1:], training) if each.scale == "absolute"]
     reason = metrics[0].reason
@@ -181,7 +180,7 @@ class _PhaseComparison(NamedTuple):
     """Comparison of the steps of one phase.
 
     Args:
-      decisive: the comparison that decides its verdict.
+      decisive: the comparison that decides its verdict, with the name of the phase.
       figures: the comparisons that have no interval.
       trained: the runs of the candidate in this phase.
     """
@@ -190,10 +189,6 @@ class _PhaseComparison(NamedTuple):
     figures: list[_rows.Comparison]
     trained: Trained
 
-    @property
-    def name(self) -> str:
-        return self.trained.phases[0].name
-
 
 def _compare_candidate(
     settings: Settings,
@@ -201,7 +196,6 @@ def _compare_candidate(
     candidate: Trained,
     metrics: Sequence[_rows.MetricChoice],
     scale: _rows.MetricChoice,
-    name: str,
 ) -> _rows.CandidateResult:
     """Compares a candidate with the reference, and diagnoses a failure.
 
@@ -210,9 +204,9 @@ def _compare_candidate(
       reference, candidate: their results.
       metrics: the metrics, the deciding one first.
       scale: scale of the training loss.
-      name: the candidate.
     """
-    budget, records = settings.budgets[name], (reference.records, candidate.records)
+    name, records = candidate.result.name, (reference.records, candidate.records)
+    budget = settings.budgets[name]
     shared = (metrics, budget, scale, len(settings.candidates))
     checks, pairs, power = _compare.compare_metrics(*records, *shared)
     parts = [
@@ -227,16 +221,15 @@ def _compare_candidate(
     is_failed = decisive.verdict in (_rows.FAIL, _rows.DIFFERS)
     causes = diagnose(worst_part.trained, budget.gradient) if is_failed else ()
     phases = parts if len(parts) > 1 else []
-    where = worst_part.name if phases and decisive.verdict != _rows.PASS else ""
+    where = worst.name if phases and decisive.verdict != _rows.PASS else ""
     return dataclasses.replace(
         candidate.result,
-        name=name,
         recipe=settings.recipes[name].name,
         verdict=decisive.verdict,
         headline=_headline(name, where, decisive, causes),
         causes=causes,
         checks=tuple(checks),
-        phases=tuple(dataclasses.replace(part.decisive, name=part.name) for part in phases),
+        phases=tuple(part.decisive for part in phases),
         pairs=tuple(pairs),
         power=power,
         origin=worst_part.trained.result.origin,
@@ -268,6 +261,7 @@ def _compare_phase(
     unit = scale.unit if scale.scale == "absolute" else 0.0
     figures = _compare.compare_figures(result.gradients, training, budget, steps, unit)
     decisive = _compare.overall([*_compare.compare_metrics(first, second, *shared)[0], *figures])
+    decisive = dataclasses.replace(decisive, name=phase.name)
     audits = [candidate.audits[number]]
     own = candidate._replace(records=second, result=result, phases=[phase], audits=audits)
     return _PhaseComparison(decisive, figures, own)
