@@ -222,13 +222,18 @@ def _describe(
 ) -> Description:
     paths = ["/".join(names) for names, _ in rows]
     _check_unique(paths)
-    dtypes = [_dtype_name(path, value) for path, (_, value) in zip(paths, rows, strict=True)]
+    leaves = tuple(
+        Leaf(path, _dtype_name(path, value), tuple(np.shape(value)))
+        for path, (_, value) in zip(paths, rows, strict=True)
+    )
+    scales = _nodes(typed, LossScale)
     guards = _nodes(typed, (_skip.SkipNonfiniteState, _layout.MasterParamsState))
-    outside = [
-        ("/".join(names), dtype)
-        for (names, _), dtype in zip(rows, dtypes, strict=True)
-        if not any(names[: len(guard)] == guard for guard, _ in guards)
-    ]
+    description = Description(
+        leaves,
+        scales=tuple(Scale("/".join(names), type(node).__name__) for names, node in scales),
+        optimizers=tuple("/".join(names) for names, _ in guards),
+    )
+    outside = outside_of(description)
     model_of = lambda names: next(
         (root for path, root in models.items() if is_below("/".join(names), path)), None
     )
@@ -236,20 +241,12 @@ def _describe(
         _describe_masters(names, node, outside, values, model_of(names))
         for names, node in _nodes(typed, _layout.MasterParamsState)
     )
-    scales = _nodes(typed, LossScale)
     for row in masters:
         role = _roles.REMAINDER if row.layout == "packed" else _roles.MASTER
         roles |= {p.leaf: _roles.PARAMETER for p in row.parameters if p.leaf}
         roles |= {p.master: role for p in row.parameters if p.master}
-    return Description(
-        tuple(
-            Leaf(path, dtype, tuple(np.shape(value)), roles.get(path, _roles.OTHER))
-            for path, dtype, (_, value) in zip(paths, dtypes, rows, strict=True)
-        ),
-        masters,
-        tuple(Scale("/".join(names), type(node).__name__) for names, node in scales),
-        tuple("/".join(names) for names, _ in guards),
-    )
+    leaves = tuple(dataclasses.replace(x, role=roles.get(x.path, x.role)) for x in leaves)
+    return dataclasses.replace(description, leaves=leaves, masters=masters)
 
 
 def _check_unique(paths: list[str]) -> None:
