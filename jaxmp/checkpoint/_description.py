@@ -85,6 +85,12 @@ class Masters:
     # Paths below which the parameters are stored; several if it is not known which of them.
     candidates: tuple[str, ...] = ()
 
+    @property
+    def roles(self) -> dict[str, str]:
+        """The role of each master by its path."""
+        role = _roles.REMAINDER if self.layout == "packed" else _roles.MASTER
+        return {parameter.master: role for parameter in self.parameters if parameter.master}
+
 
 @dataclasses.dataclass(frozen=True)
 class Scale:
@@ -242,9 +248,7 @@ def _describe(
         for names, node in _nodes(typed, _layout.MasterParamsState)
     )
     for row in masters:
-        role = _roles.REMAINDER if row.layout == "packed" else _roles.MASTER
-        roles |= {p.leaf: _roles.PARAMETER for p in row.parameters if p.leaf}
-        roles |= {p.master: role for p in row.parameters if p.master}
+        roles |= {p.leaf: _roles.PARAMETER for p in row.parameters if p.leaf} | row.roles
     leaves = tuple(dataclasses.replace(x, role=roles.get(x.path, x.role)) for x in leaves)
     return dataclasses.replace(description, leaves=leaves, masters=masters)
 
