@@ -1462,8 +1462,8 @@ a resumed validation takes the runs of another program
 test_validate.py::test_only_runs_of_the_same_program_are_taken
 
 the programs of all seeds are kept in memory
--                 del compiled[own_hash]
-+                 pass
+- known if is_first else dict(known)
++ known
 test_validate.py::test_states_of_few_seeds_are_in_memory_at_once
 """,
     "jaxmp/_tools/validate/_parity_search.py": r"""

@@ -21,7 +21,7 @@ from scipy import stats
 import jaxmp
 import validate_coverage
 from grids import EXPENSIVE
-from jaxmp._tools.validate import _compare, _driver
+from jaxmp._tools.validate import _compare, _train
 from jaxmp._tools.validate._budget import (
     ACCURACIES,
     HIGHER,
@@ -143,9 +143,9 @@ def test_an_interrupted_validation_goes_on(count, runs, verdicts, whole, monkeyp
     with pytest.raises(ValidationFailedError, match="fp16 has no verdict"):
         report.check()
     trained = []
-    train = _driver.train
+    train = _train.train
     monkeypatch.setattr(
-        _driver,
+        _train,
         "train",
         lambda name, seed, *a, **k: trained.append((name, seed)) or train(name, seed, *a, **k),
     )

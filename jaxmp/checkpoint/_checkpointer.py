@@ -461,9 +461,12 @@ def _plan_foreign(
 def _read_leaves(
     directory: epath.Path, targets: dict[_core.Path, jax.ShapeDtypeStruct]
 ) -> dict[_core.Path, Any]:
-    with ocp.Checkpointer(_handler.StateHandler()) as checkpointer:
+    item = ocp.tree.from_flat_dict(targets)
+    restore_args = ocp.checkpoint_utils.construct_restore_args(item)
+    args = ocp.args.PyTreeRestore(item, restore_args, partial_restore=True)
+    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
         try:
-            return checkpointer.restore(directory, args=_handler.RestoreState(targets))
+            return ocp.tree.to_flat_dict(checkpointer.restore(directory, args=args))
         except (ValueError, KeyError, OSError) as error:
             raise CheckpointError(f"Orbax cannot read {directory}: {error}") from error
 

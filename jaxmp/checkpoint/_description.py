@@ -85,6 +85,12 @@ class Masters:
     # Paths below which the parameters are stored; several if it is not known which of them.
     candidates: tuple[str, ...] = ()
 
+    @property
+    def roles(self) -> dict[str, str]:
+        """The role of each master by its path."""
+        role = _roles.REMAINDER if self.layout == "packed" else _roles.MASTER
+        return {parameter.master: role for parameter in self.parameters if parameter.master}
+
 
 @dataclasses.dataclass(frozen=True)
 class Scale:
@@ -153,24 +159,20 @@ def flatten_state(state: PyTree, *, by_values: bool = False) -> FlatState:
     Raises:
       CheckpointError: for a leaf that is none of these, and for two leaves with one path.
     """
-    outer, outer_def = jax.tree_util.tree_flatten_with_path(state, is_leaf=_nnx_nodes.is_node)
+    outer, _ = jax.tree_util.tree_flatten_with_path(state, is_leaf=_nnx_nodes.is_node)
     nodes = [(names, value) for names, value in _named(outer) if _nnx_nodes.is_node(value)]
 
-    def with_nodes(convert: Callable[[Any], PyTree]) -> PyTree:
-        leaves = [convert(leaf) if _nnx_nodes.is_node(leaf) else leaf for _, leaf in outer]
-        return outer_def.unflatten(leaves)
+    def with_nodes(convert: Callable[..., PyTree], *trees: PyTree) -> PyTree:
+        """Returns the state with converted NNX objects; other leaves are those of the last tree."""
+        each = lambda *leaves: convert(*leaves) if _nnx_nodes.is_node(leaves[0]) else leaves[-1]
+        return jax.tree.map(each, state, *trees, is_leaf=_nnx_nodes.is_node)
 
     arrays, treedef = jax.tree_util.tree_flatten_with_path(with_nodes(_nnx_nodes.pure_state))
     rows = _named(arrays)
     _check_values(rows, are_read=by_values)
 
     def rebuild(values: list[Any]) -> PyTree:
-        parts = iter(outer_def.flatten_up_to(treedef.unflatten(values)))
-        result = [
-            _nnx_nodes.update(leaf, next(parts)) if _nnx_nodes.is_node(leaf) else next(parts)
-            for _, leaf in outer
-        ]
-        return outer_def.unflatten(result)
+        return with_nodes(_nnx_nodes.update, treedef.unflatten(values))
 
     # The state with the classes of jaxmp's optimizer states.
     typed = with_nodes(_nnx_nodes.optimizer_states)
@@ -226,13 +228,18 @@ def _describe(
 ) -> Description:
     paths = ["/".join(names) for names, _ in rows]
     _check_unique(paths)
-    dtypes = [_dtype_name(path, value) for path, (_, value) in zip(paths, rows, strict=True)]
+    leaves = tuple(
+        Leaf(path, _dtype_name(path, value), tuple(np.shape(value)))
+        for path, (_, value) in zip(paths, rows, strict=True)
+    )
+    scales = _nodes(typed, LossScale)
     guards = _nodes(typed, (_skip.SkipNonfiniteState, _layout.MasterParamsState))
-    outside = [
-        ("/".join(names), dtype)
-        for (names, _), dtype in zip(rows, dtypes, strict=True)
-        if not any(names[: len(guard)] == guard for guard, _ in guards)
-    ]
+    description = Description(
+        leaves,
+        scales=tuple(Scale("/".join(names), type(node).__name__) for names, node in scales),
+        optimizers=tuple("/".join(names) for names, _ in guards),
+    )
+    outside = outside_of(description)
     model_of = lambda names: next(
         (root for path, root in models.items() if is_below("/".join(names), path)), None
     )
@@ -240,20 +247,10 @@ def _describe(
         _describe_masters(names, node, outside, values, model_of(names))
         for names, node in _nodes(typed, _layout.MasterParamsState)
     )
-    scales = _nodes(typed, LossScale)
     for row in masters:
-        role = _roles.REMAINDER if row.layout == "packed" else _roles.MASTER
-        roles |= {p.leaf: _roles.PARAMETER for p in row.parameters if p.leaf}
-        roles |= {p.master: role for p in row.parameters if p.master}
-    return Description(
-        tuple(
-            Leaf(path, dtype, tuple(np.shape(value)), roles.get(path, _roles.OTHER))
-            for path, dtype, (_, value) in zip(paths, dtypes, rows, strict=True)
-        ),
-        masters,
-        tuple(Scale("/".join(names), type(node).__name__) for names, node in scales),
-        tuple("/".join(names) for names, _ in guards),
-    )
+        roles |= {p.leaf: _roles.PARAMETER for p in row.parameters if p.leaf} | row.roles
+    leaves = tuple(dataclasses.replace(x, role=roles.get(x.path, x.role)) for x in leaves)
+    return dataclasses.replace(description, leaves=leaves, masters=masters)
 
 
 def _check_unique(paths: list[str]) -> None:

@@ -210,12 +210,7 @@ def _infer(values: dict[str, np.ndarray], target: Description) -> Description:
     """Describes leaves by the paths that the optimizers of `target` would give them."""
     masters = [_infer_masters(row, values) for row in target.masters]
     masters = [row for row in masters if row is not None]
-    roles = {
-        parameter.master: _roles.REMAINDER if row.layout == "packed" else _roles.MASTER
-        for row in masters
-        for parameter in row.parameters
-        if parameter.master
-    }
+    roles = {path: role for row in masters for path, role in row.roles.items()}
     scales = tuple(
         Scale(scale.path, FOREIGN)
         for scale in target.scales

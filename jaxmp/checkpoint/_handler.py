@@ -111,19 +111,6 @@ class StateHandler(ocp.PyTreeCheckpointHandler):
                     f"{leaf.dtype}{list(leaf.shape)}. The step stays incomplete."
                 )
 
-    def restore(self, directory: epath.Path, args: RestoreState) -> dict[_core.Path, Any]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Returns the leaves that are named in `args`, by their paths."""
-        restore_args = {path: _restore_args(x) for path, x in args.targets.items()}
-        restored = super().restore(
-            directory,
-            args=ocp.args.PyTreeRestore(
-                item=ocp.tree.from_flat_dict(args.targets),
-                restore_args=ocp.tree.from_flat_dict(restore_args),
-                partial_restore=True,
-            ),
-        )
-        return ocp.tree.to_flat_dict(restored)
-
 
 @ocp.args.register_with_handler(StateHandler, for_save=True)
 @dataclasses.dataclass
@@ -159,27 +146,6 @@ class SaveState(ocp.args.CheckpointArgs):
         if bad:
             self.manifest = dataclasses.replace(self.manifest, nonfinite=bad)
         return self.manifest
-
-
-@ocp.args.register_with_handler(StateHandler, for_restore=True)
-@dataclasses.dataclass
-class RestoreState(ocp.args.CheckpointArgs):
-    """Leaves to read.
-
-    Attributes:
-      targets: path -> `jax.ShapeDtypeStruct` with the stored shape and dtype. With a sharding the
-        leaf becomes a JAX array, without one a NumPy array.
-    """
-
-    targets: dict[_core.Path, jax.ShapeDtypeStruct]
-
-
-def _restore_args(target: jax.ShapeDtypeStruct) -> ocp.RestoreArgs:
-    if target.sharding is None:
-        return ocp.RestoreArgs(restore_type=np.ndarray, dtype=target.dtype)
-    return ocp.ArrayRestoreArgs(
-        sharding=target.sharding, global_shape=target.shape, dtype=target.dtype
-    )
 
 
 # ---------------------------------------------------------------------------

@@ -94,13 +94,8 @@ def write_manifest(directory: epath.Path, manifest: Manifest) -> None:
 
 def data_files(directory: epath.Path) -> list[str]:
     """Returns the names of the files below a directory, except the manifest."""
-    names: list[str] = []
-    for path in sorted(directory.iterdir()):
-        if path.is_dir():
-            names += [f"{path.name}/{name}" for name in data_files(path)]
-        elif path.name != FILE_NAME:
-            names.append(path.name)
-    return names
+    files = sorted(folder / name for folder, _, names in directory.walk() for name in names)
+    return [str(file.relative_to(directory)) for file in files if file.name != FILE_NAME]
 
 
 def has_manifest(directory: epath.Path) -> bool:

@@ -41,7 +41,11 @@ def update(node: nnx.Pytree, arrays: PyTree) -> nnx.Pytree:
 def optimizer_states(node: nnx.Pytree) -> PyTree:
     """Returns the states of the optimizers in an NNX object as optax made them, in nested dicts."""
     pure = sys.modules["flax.nnx"].as_pure
-    states = {(*path, "opt_state"): pure(part.opt_state) for path, part in _optimizers(node)}
+    states = {
+        (*path, "opt_state"): pure(part.opt_state)
+        for path, part in _parts(node)
+        if _core.has_fields(part, "opt_state")
+    }
     return ocp.tree.from_flat_dict(states)
 
 
@@ -54,22 +58,10 @@ def trained_models(nodes: list[tuple[Path, nnx.Pytree]]) -> list[tuple[Path, Pat
     adapter = sys.modules.get("jaxmp._flax._nnx_optimizer")
     if adapter is None:
         return []
-    optimizers = [
-        ((*names, *path), adapter.trained_model(optimizer))
-        for names, node in nodes
-        for path, optimizer in _optimizers(node)
-    ]
-    objects = [((*names, *path), part) for names, node in nodes for path, part in _parts(node)]
-    return [
-        (path, names)
-        for path, model in optimizers
-        for names, part in objects
-        if model is not None and part is model
-    ]
-
-
-def _optimizers(node: nnx.Pytree) -> list[tuple[Path, Any]]:
-    return [(path, part) for path, part in _parts(node) if _core.has_fields(part, "opt_state")]
+    parts = [((*names, *path), part) for names, node in nodes for path, part in _parts(node)]
+    paths = {id(part): path for path, part in parts}
+    models = [(path, adapter.trained_model(part)) for path, part in parts]
+    return [(path, paths[id(model)]) for path, model in models if id(model) in paths]
 
 
 def _parts(node: nnx.Pytree) -> list[tuple[Path, Any]]:

@@ -171,7 +171,7 @@ class _Migration:
         self._by_name: dict[str, list[_Entry]] = collections.defaultdict(list)
         for entry in rows:
             self._by_name[entry[1].path].append(entry)
-        self._used: set[str] = set()
+        self._used: set[str | None] = set()
         self._lines: collections.Counter[str] = collections.Counter()
         self._losses: set[str] = set()
         self._scales = self._pair_scales()
@@ -275,7 +275,7 @@ class _Migration:
             return Action("create", value=int(leaf.path.endswith("_scale")))
         name = leaf.path.rpartition("/")[2]
         if leaf.role == COUNTER and name in _INDICES:
-            self._use(self._find(leaf.path))
+            self._used.add(self._find(leaf.path))
             return Action("create", value=-1)
         path = self._find(leaf.path)
         if path is None and leaf.role == COUNTER:
@@ -286,7 +286,7 @@ class _Migration:
         before = self._stored[path]
         if before.shape != leaf.shape:
             raise self._refusal(leaf, f"the checkpoint has {before} at {path!r}")
-        self._use(path)
+        self._used.add(path)
         if before.dtype == leaf.dtype:
             return Action("copy", (path,))
         entry = self._parameters.get(path)
@@ -300,14 +300,10 @@ class _Migration:
         self._note(f"leaf: {before.dtype} -> {leaf.dtype}", loses=not exact)
         return Action("cast", (path,))
 
-    def _use(self, path: str | None) -> None:
-        if path is not None:
-            self._used.add(path)
-
     def _loss_scale(self, leaf: Leaf) -> Action:
         source = self._scales.get(leaf.path)
         if source is not None:
-            self._use(source)
+            self._used.add(source)
             is_same = self._stored[source].dtype == leaf.dtype
             return Action("copy" if is_same else "cast", (source,))
         name = leaf.path.rpartition("/")[2]

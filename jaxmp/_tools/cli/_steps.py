@@ -88,15 +88,14 @@ def run_audit(
     cls = jaxmp.typing.AuditReport
     before = None if baseline is None else _views.read_report(cls, Path(baseline))
     loaded = None if recipe is None else _recipe.load_recipe(recipe)
+    options: dict[str, Any] = {"target": target, "try_fixes": try_fixes}
     if script is None:
         make = _arguments.only_function("audit", function, name)
-        options: dict[str, Any] = {"target": target, "try_fixes": try_fixes}
         audit = _busy(f"auditing {make}")(jaxmp.audit)
         run = lambda phase: _run_tool("audit", audit, make, phase, options | {"recipe": phase})
         report = _audit.audit_phases(loaded, run) if loaded and loaded.phases else run(loaded)
     else:
-        options = {"recipe": recipe, "target": target, "try_fixes": try_fixes}
-        options |= {"function": name, "max_seconds": max_seconds}
+        options |= {"recipe": recipe, "function": name, "max_seconds": max_seconds}
         report = in_script(cls, "audit", [script, *(function or [])], json, **options)
     _outputs.write_report(report, json, html, full=full)
     if fail_on == "any" and baseline is None:

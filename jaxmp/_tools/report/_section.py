@@ -120,7 +120,12 @@ class Located:
     @property
     def location(self) -> str:
         """File name and line of the source, joined by a colon; "" if they are not known."""
-        return f"{Path(self.file).name}:{self.line}" if self.file else ""
+        return location_text(self.file, self.line)
+
+
+def location_text(file: str, line: int) -> str:
+    """Returns file name and line, such as `model.py:12`; "" if they are not known."""
+    return f"{Path(file).name}:{line}" if file else ""
 
 
 def fix_parts(fix: str) -> tuple[tuple[bool, str], ...]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar
+from collections.abc import Callable
+from typing import TYPE_CHECKING, ClassVar
 
 import jax
 import numpy as np
@@ -15,6 +15,9 @@ from jaxmp import _programs
 from jaxmp._tools.report._section import Section, grouped, module_text, share_text, table
 from jaxmp._tools.report._views import Report
 from jaxmp._tools.stats._measure import LAST, POWERS, TensorStats
+
+if TYPE_CHECKING:
+    from jaxmp._tools.stats._with_stats import TrainingStats
 
 # Largest share of the gradient that a suggested loss scale loses.
 MAX_LOST = 0.001
@@ -200,26 +203,12 @@ def _losses(name: str, row: TensorRow) -> str:
 # ---------------------------------------------------------------------------
 
 
-def make_stats_report(
-    tensors: Mapping[str, Mapping[str, TensorStats]],
-    loss_scale: Any,
-    errors: Any,
-    modules: Sequence[str] = (),
-    unknown: tuple[str, ...] = (),
-) -> StatsReport:
-    """Returns the report on the statistics of a step.
-
-    Args:
-      tensors: kind -> name -> statistics.
-      loss_scale: the scale of the gradients among them.
-      errors: format -> kind -> module -> error.
-      modules: the modules of the errors in the order of the forward pass.
-      unknown: operations whose tensors are not measured.
-    """
-    tensors, loss_scale, errors = jax.device_get((tensors, loss_scale, errors))
-    flat = [(kind, name, x) for kind, group in tensors.items() for name, x in group.items()]
+def make_stats_report(stats: TrainingStats) -> StatsReport:
+    """Returns the report on the statistics of a step."""
+    stats = jax.device_get(stats)
+    flat = [(kind, name, x) for kind, group in stats.tensors.items() for name, x in group.items()]
     # Code in a branch that was not taken has no elements.
-    scale, rows, counts = float(np.max(loss_scale)), [], np.zeros((256, 3))
+    scale, rows, counts = float(np.max(stats.loss_scale)), [], np.zeros((256, 3))
     for kind, name, x in flat:
         is_scaled = kind == _programs.GRADIENTS or (
             kind == _programs.OPERANDS and ":output_grad" in name
@@ -232,17 +221,17 @@ def make_stats_report(
     # JAX sorts the keys of a dict.
     errors = {
         name: {
-            kind: {module: float(group[module]) for module in modules if module in group}
+            kind: {module: float(group[module]) for module in stats.modules if module in group}
             for kind, group in kinds.items()
         }
-        for name, kinds in errors.items()
+        for name, kinds in stats.errors.items()
     }
     return StatsReport(
         loss_scale=_first(scales),
         scales=scales,
         tensors=tuple(rows),
         errors=errors,
-        unknown=unknown,
+        unknown=stats.unknown,
     )
 
 

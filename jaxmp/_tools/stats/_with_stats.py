@@ -55,9 +55,7 @@ class TrainingStats:
 
     def report(self) -> _report.StatsReport:
         """Returns the losses in each candidate format, and the loss scale to start with."""
-        return _report.make_stats_report(
-            self.tensors, self.loss_scale, self.errors, self.modules, self.unknown
-        )
+        return _report.make_stats_report(self)
 
     def __str__(self) -> str:
         return str(self.report())

@@ -18,23 +18,9 @@ from jaxmp._tools.audit._rows import NOT_INSPECTED
 from jaxmp._tools.report._progress import OnRun, OnStep
 from jaxmp._tools.report._section import abbreviate, counted, grouped
 from jaxmp._tools.report._views import Interrupted
-from jaxmp._tools.validate import _budget, _probe, _report, _rows, _run, _trials
-from jaxmp._tools.validate._compare import (
-    compare_figures,
-    compare_metrics,
-    compare_training,
-    overall,
-)
+from jaxmp._tools.validate import _budget, _compare, _probe, _report, _rows, _run, _train, _trials
 from jaxmp._tools.validate._diagnose import Trained, diagnose, find_origin
 from jaxmp._tools.validate._pure import PureRun, as_arrays, check_same_params, checksum
-from jaxmp._tools.validate._train import (
-    at_step,
-    compile_run,
-    hashes_of,
-    make_runs,
-    phases_of,
-    train,
-)
 from jaxmp.errors import ValidationError
 
 _TEST = (
@@ -125,7 +111,7 @@ def _make_report(settings: Settings, results: Mapping[str, Trained]) -> _report.
     metrics = _budget.choose_metrics(reference.records, trained, settings.directions, budgets)
     training = _budget.choose_training(reference.records, trained, budgets)
     candidates = [
-        _compare(settings, reference, results[name], metrics, training, name) for name in names
+        _compare_candidate(settings, reference, results[name], metrics, training) for name in names
     ]
     others = [each.reason for each in (*metrics[1:], training) if each.scale == "absolute"]
     reason = metrics[0].reason
@@ -194,7 +180,7 @@ class _PhaseComparison(NamedTuple):
     """Comparison of the steps of one phase.
 
     Args:
-      decisive: the comparison that decides its verdict.
+      decisive: the comparison that decides its verdict, with the name of the phase.
       figures: the comparisons that have no interval.
       trained: the runs of the candidate in this phase.
     """
@@ -203,18 +189,13 @@ class _PhaseComparison(NamedTuple):
     figures: list[_rows.Comparison]
     trained: Trained
 
-    @property
-    def name(self) -> str:
-        return self.trained.phases[0].name
 
-
-def _compare(
+def _compare_candidate(
     settings: Settings,
     reference: Trained,
     candidate: Trained,
     metrics: Sequence[_rows.MetricChoice],
     scale: _rows.MetricChoice,
-    name: str,
 ) -> _rows.CandidateResult:
     """Compares a candidate with the reference, and diagnoses a failure.
 
@@ -223,37 +204,36 @@ def _compare(
       reference, candidate: their results.
       metrics: the metrics, the deciding one first.
       scale: scale of the training loss.
-      name: the candidate.
     """
-    budget, records = settings.budgets[name], (reference.records, candidate.records)
+    name, records = candidate.result.name, (reference.records, candidate.records)
+    budget = settings.budgets[name]
     shared = (metrics, budget, scale, len(settings.candidates))
-    checks, pairs, power = compare_metrics(*records, *shared)
+    checks, pairs, power = _compare.compare_metrics(*records, *shared)
     parts = [
         _compare_phase(number, reference, candidate, shared)
         for number in range(len(candidate.phases))
     ]
     # Each figure is that of the phase in which it is worst.
     figures = grouped([each for part in parts for each in part.figures], lambda each: each.name)
-    checks += map(overall, figures.values())
-    decisive, worst = overall(checks), overall([part.decisive for part in parts])
+    checks += map(_compare.overall, figures.values())
+    decisive, worst = _compare.overall(checks), _compare.overall([part.decisive for part in parts])
     worst_part = next(part for part in parts if part.decisive is worst)
     is_failed = decisive.verdict in (_rows.FAIL, _rows.DIFFERS)
     causes = diagnose(worst_part.trained, budget.gradient) if is_failed else ()
     phases = parts if len(parts) > 1 else []
-    where = worst_part.name if phases and decisive.verdict != _rows.PASS else ""
+    where = worst.name if phases and decisive.verdict != _rows.PASS else ""
     return dataclasses.replace(
         candidate.result,
-        name=name,
         recipe=settings.recipes[name].name,
         verdict=decisive.verdict,
         headline=_headline(name, where, decisive, causes),
         causes=causes,
         checks=tuple(checks),
-        phases=tuple(dataclasses.replace(part.decisive, name=part.name) for part in phases),
+        phases=tuple(part.decisive for part in phases),
         pairs=tuple(pairs),
         power=power,
         origin=worst_part.trained.result.origin,
-        training=compare_training(*records, scale),
+        training=_compare.compare_training(*records, scale),
     )
 
 
@@ -275,12 +255,13 @@ def _compare_phase(
         list(map(phase.record_of, each)) for each in (reference.records, candidate.records)
     )
     result = phase.differences_of(candidate.result)
-    training = compare_training(first, second, scale)
+    training = _compare.compare_training(first, second, scale)
     result = dataclasses.replace(result, origin=find_origin(result.modules), training=training)
     steps = (phase.stop - phase.start) * len(second)
     unit = scale.unit if scale.scale == "absolute" else 0.0
-    figures = compare_figures(result.gradients, training, budget, steps, unit)
-    decisive = overall([*compare_metrics(first, second, *shared)[0], *figures])
+    figures = _compare.compare_figures(result.gradients, training, budget, steps, unit)
+    decisive = _compare.overall([*_compare.compare_metrics(first, second, *shared)[0], *figures])
+    decisive = dataclasses.replace(decisive, name=phase.name)
     audits = [candidate.audits[number]]
     own = candidate._replace(records=second, result=result, phases=[phase], audits=audits)
     return _PhaseComparison(decisive, figures, own)
@@ -351,8 +332,8 @@ class _Trainer:
         """Trains all seeds of a recipe, one after another."""
         plan, finished = self._settings.plan, _finished(name, self._settings)
         is_reference, result = name == plan.reference, _rows.CandidateResult(name=name)
-        phases = phases_of(name, recipe, plan.steps)
-        make = functools.partial(make_runs, self._make_run, phases, plan.steps)
+        phases = _train.phases_of(name, recipe, plan.steps)
+        make = functools.partial(_train.make_runs, self._make_run, phases, plan.steps)
         runs = make(plan.seeds[0])
         first = runs[0]
         params = jax.eval_shape(first.params, first.arrays)
@@ -360,13 +341,12 @@ class _Trainer:
             _audit.audit(*runs[phase.start].audited, first.first, recipe=phase.recipe)
             for phase in phases
         ]
-        first_hashes = {n: hashes_of(run) for n, run in runs.items()}
-        compiled: dict[str, Callable[..., Any]] = {}  # by the hash of a step or an evaluation
+        known: dict[str, Callable[..., Any]] = {}  # hash -> jitted function of the first seed
         probes = {start: _probe.make_probe(run) for start, run in runs.items()}
 
         def compare(step: int, arrays: _core.PyTree, batch: _core.PyTree) -> None:
             nonlocal result
-            run, probe = at_step(runs, step), at_step(probes, step)
+            run, probe = _train.at_step(runs, step), _train.at_step(probes, step)
             if is_reference:
                 params = _probe.leaves_of(run.params(arrays))
                 self._steps[step] = params, probe(arrays, batch)
@@ -385,24 +365,20 @@ class _Trainer:
             else:
                 check_same_params(self._initial[seed], params, name, seed)
             self._on_run(f"{name}, seed {seed}")
-            hashes = first_hashes
-            if not is_first:
-                hashes = {n: hashes_of(run) for n, run in own.items()}
+            # Functions of another seed alone, which may contain large constants, are not kept.
+            shared = known if is_first else dict(known)
+            programs = {n: _train.program_of(run, shared) for n, run in own.items()}
             # The first steps of later phases belong to the program.
-            traced = ", ".join(f"{n} " * (n > 0) + each.step for n, each in hashes.items())
+            traced = ", ".join(f"{n} " * (n > 0) + each.hash for n, each in programs.items())
             record, initial = finished.get(seed), f"{checksum(params):08x}"
             if record and (record.initial_checksum, record.program) == (initial, traced):
                 for _ in range(plan.steps):
                     self._on_step()
                 return record
-            programs = {n: compile_run(run, hashes[n], compiled) for n, run in own.items()}
             # Only the first seed is compared.
             compared = compare if is_first else lambda *_: None
             hooks = {"on_compare": compared, "on_step": self._on_step}
-            record = train(name, seed, current, programs, plan, **hooks)
-            # Programs of this seed alone may contain large constants.
-            for own_hash in compiled.keys() - itertools.chain.from_iterable(first_hashes.values()):
-                del compiled[own_hash]
+            record = _train.train(name, seed, current, programs, plan, **hooks)
             return dataclasses.replace(record, initial_checksum=initial, program=traced)
 
         records = []
@@ -416,7 +392,7 @@ class _Trainer:
             result = self._settings.earlier[name]
 
         def repeat(step: int) -> _trials.Trial:
-            current = at_step(make(plan.seeds[0]), step)
+            current = _train.at_step(make(plan.seeds[0]), step)
             leaves, reference = self._steps[step]
             batch = as_arrays(next(itertools.islice(current.batches, step, None)))
             arrays = _with_leaves(current, current.arrays, leaves)
@@ -476,7 +452,7 @@ def planned_report(
             f"compare_steps={compare_steps!r} is not a list. Pass numbers of updates, such as "
             f"compare_steps=[0, {steps - 1}]."
         )
-    phases = [phase for each in recipes.items() for phase in phases_of(*each, steps)]
+    phases = [phase for each in recipes.items() for phase in _train.phases_of(*each, steps)]
     starts = {phase.start for phase in phases}
     compared = {0, steps // 10, steps - 1} | starts if compare_steps is None else {*compare_steps}
     for step in compared:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import os
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, TypeAlias
 
@@ -205,8 +204,7 @@ class ParityReport(_views.Report):
 
 def _location(cause: _parity_search.ParityCause) -> str:
     where = f"{cause.operation} in {_section.module_text(cause.module)}"
-    name = os.path.basename(cause.file)
-    return f"{where} ({name}:{cause.line})" if name else where
+    return f"{where} ({cause.location})" if cause.location else where
 
 
 # ---------------------------------------------------------------------------

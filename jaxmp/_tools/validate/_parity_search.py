@@ -49,7 +49,7 @@ Changes = Mapping[int, _walk.Change]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ParityCause:
+class ParityCause(_section.Located):
     """First operation in which two programs differ by more than rounding explains.
 
     Args:
@@ -223,14 +223,12 @@ class _Search:
                 part = _walk.in_stored_dtype(part, serve[n].dtype)
                 forced[n] = _walk.Change(value=lambda _, part=part: part)
         self._local, _ = self._run_with(forced)
-        groups: dict[str, list[_Candidate]] = {}
+        candidates = []
         for pair in pairs:
             value = self._moved(pair.join([self._local[n].value for n in pair.serve]), -self.shift)
             if _walk.is_different(train[pair.train], serve[pair.serve[0]], value):
-                candidate = self._candidate(pair, value)
-                group = self.runs[candidate.side].group(candidate.number)
-                groups.setdefault(group, []).append(candidate)
-        return groups
+                candidates.append(self._candidate(pair, value))
+        return _section.grouped(candidates, lambda each: self.runs[each.side].group(each.number))
 
     def _moved(self, value: _core.Array, shift: int) -> _core.Array:
         """Returns a value with its examples at other positions of the batch."""

@@ -150,7 +150,6 @@ def make_probe(run: PureRun) -> Callable[[PyTree, PyTree], Probe]:
         update = jax.tree.map(_difference, after, before)
         state, other = run.state(arrays), run.state(new)
         state = {path: leaf for path, leaf in state.items() if not _core.is_key(leaf)}
-        dtypes.update({path: str(leaf.dtype) for path, leaf in state.items()})
         changes = {path: _difference(other[path], leaf) for path, leaf in state.items()}
         numbers = {"stalled": _stalled(before, after, result.grads), "update": global_norm(update)}
         samples = {
@@ -161,7 +160,6 @@ def make_probe(run: PureRun) -> Callable[[PyTree, PyTree], Probe]:
         return result, list(outputs.values()), numbers, samples
 
     paths: list[tuple[str, ...]] = []
-    dtypes: dict[str, str] = {}
     compiled = jax.jit(measure)
 
     def probe(arrays: PyTree, batch: PyTree) -> Probe:
@@ -174,7 +172,7 @@ def make_probe(run: PureRun) -> Callable[[PyTree, PyTree], Probe]:
                 for module, output in zip(_programs.modules_of(paths), outputs, strict=True)
                 if output.is_computed
             },
-            dtypes=dict(dtypes),
+            dtypes={path: str(leaf.dtype) for path, leaf in run.state(arrays).items()},
             **{name: float(number) for name, number in numbers.items()},
             **samples,
         )

@@ -172,12 +172,9 @@ def _pure_tree(run: TrainingRun) -> PureRun:
     # The structure contains functions, such as `tx`, which differ between seeds.
     leaves, structure = jax.tree.flatten(state)
     opened, initial = structure.unflatten, list(map(_strong, leaves))
-    # Each leaf is replaced by another object, whose id identifies its position in the state.
-    shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in initial]
-    numbers = {id(shape): n for n, shape in enumerate(shapes)}
-    positions = lambda tree: [numbers[id(shape)] for shape in jax.tree.leaves(tree)]
-    stored = _stored(opened(shapes))
-    of_params, of_collections = positions(_inner(stored)), set(positions(stored))
+    # The parameters of a state whose leaves are their own positions.
+    stored = _stored(opened(range(len(leaves))))
+    of_params, of_collections = jax.tree.leaves(_inner(stored)), set(jax.tree.leaves(stored))
 
     def step(arrays: PyTree, batch: PyTree) -> tuple[PyTree, StepResult]:
         out = run.step(opened(arrays), batch)
@@ -213,8 +210,7 @@ def _pure_tree(run: TrainingRun) -> PureRun:
 def _strong(leaf: PyTree) -> PyTree:
     """Returns an array that is not weakly typed, as compiled steps require."""
     array = jnp.asarray(leaf)
-    is_weak = getattr(array, "weak_type", False)  # random keys have no such attribute
-    return lax.convert_element_type(array, array.dtype) if is_weak else array
+    return lax.convert_element_type(array, array.dtype)
 
 
 def _is_train_state(node: object) -> bool:

@@ -133,33 +133,25 @@ class StepRow(NamedTuple):
 
 
 class Program(NamedTuple):
-    """A compiled step, which donates its arrays, and the evaluation of its arrays."""
+    """Program of a run, compiled when it is called first.
 
+    Args:
+      hash: hash of the traced step.
+      advance: (arrays, batch) -> (arrays, measurements); it donates the arrays.
+      evaluate: arrays -> metrics.
+    """
+
+    hash: str
     advance: Callable[[_core.PyTree, _core.PyTree], tuple[_core.PyTree, StepRow]]
     evaluate: Callable[[_core.PyTree], dict[str, _core.Array]]
 
 
-class Hashes(NamedTuple):
-    """Hashes of a traced run: runs with equal ones share a compiled program.
-
-    Args:
-      step: hash of the step.
-      evaluation: hash of the evaluation; "" if JAX cannot trace it.
-    """
-
-    step: str
-    evaluation: str
-
-
-def compile_run(
-    run: _pure.PureRun, hashes: Hashes, compiled: dict[str, Callable[..., Any]]
-) -> Program:
-    """Returns the program of a run.
+def program_of(run: _pure.PureRun, known: dict[str, Callable[..., Any]]) -> Program:
+    """Returns the program of a run, which runs with the same traced functions share.
 
     Args:
       run: the run.
-      hashes: its hashes.
-      compiled: hash -> compiled step or evaluation; those of the run are added.
+      known: hash of a traced step or evaluation -> jitted function; those of the run are added.
     """
 
     def advance(arrays: _core.PyTree, batch: _core.PyTree) -> tuple[_core.PyTree, StepRow]:
@@ -169,27 +161,18 @@ def compile_run(
         norm = jnp.float32(_NO_NORM) if result.grads is None else global_norm(result.grads)
         return new, StepRow(result.loss, norm, _pure.loss_scale_of(before), skipped)
 
-    if hashes.step not in compiled:
-        lowered = jax.jit(advance, donate_argnums=0).lower(run.arrays, run.first)
-        compiled[hashes.step] = lowered.compile()
-    if hashes.evaluation and hashes.evaluation not in compiled:
-        compiled[hashes.evaluation] = jax.jit(run.evaluate)
-    return Program(compiled[hashes.step], compiled.get(hashes.evaluation, run.evaluate))
+    try:
+        evaluate = known.setdefault(_hash(run.evaluate, run.arrays), jax.jit(run.evaluate))
+    except _UNTRACEABLE:
+        evaluate = run.evaluate
+    step = _hash(run.step, run.arrays, run.first)
+    return Program(step, known.setdefault(step, jax.jit(advance, donate_argnums=0)), evaluate)
 
 
 def global_norm(tree: _core.PyTree) -> _core.Array:
     """Returns the norm of all floating-point leaves of a tree, summed in FP32."""
     floats = [leaf.astype(jnp.float32) for leaf in jax.tree.leaves(tree) if _core.is_float(leaf)]
     return jnp.asarray(optax.tree.norm(floats), jnp.float32)
-
-
-def hashes_of(run: _pure.PureRun) -> Hashes:
-    """Returns the hashes of a run."""
-    try:
-        evaluation = _hash(run.evaluate, run.arrays)
-    except _UNTRACEABLE:
-        evaluation = ""
-    return Hashes(_hash(run.step, run.arrays, run.first), evaluation)
 
 
 def _hash(function: Callable[..., _core.PyTree], *args: _core.PyTree) -> str:

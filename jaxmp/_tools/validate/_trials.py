@@ -12,7 +12,6 @@ other operations that the interpreter does not enter run in the dtypes of the st
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -26,6 +25,7 @@ from jax.extend.core import JaxprEqn
 from jaxmp import _core, _programs
 from jaxmp._core import Array, PyTree, _compat
 from jaxmp._tools.audit._check_ops import REDUCTIONS
+from jaxmp._tools.report import _section
 from jaxmp._tools.validate._probe import Probe, gradient_row, make_probe, module_rows
 from jaxmp._tools.validate._pure import PureRun, StepResult
 from jaxmp._tools.validate._rows import GradientRow, ModuleRow
@@ -194,8 +194,7 @@ class RoundedLines(_programs.Interpreter):
 
     def _number(self, inside: _Inside, dtype: str, source: str) -> int:
         """Returns the number of the line of an operation, and registers a new one."""
-        file, line = self._lines.of(inside.enclosing)
-        location = f"{os.path.basename(file)}:{line}" if file else ""
+        location = _section.location_text(*self._lines.of(inside.enclosing))
         # Modules that share a line, such as those of a loop, are separate in FP8.
         is_line = location and not _core.is_fp8(dtype)
         key = location, "" if is_line else "/".join(inside.location.names), source

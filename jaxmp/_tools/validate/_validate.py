@@ -112,15 +112,13 @@ def validate(
         "held_out": held_out,
     }
     make = _as_make_run(make_run, model_arguments)
-    reference = _recipe.load_recipe(reference_recipe)
-    candidates = _named(recipes)
-    name = reference_recipe if isinstance(reference_recipe, str) else reference.name
-    if name in candidates:
+    reference, candidates = _named([reference_recipe]), _named(recipes)
+    for name in reference.keys() & candidates.keys():
         raise ValidationError(
             f"{name!r} is both the reference and a candidate. Name the candidate differently: "
             f"recipes={{'my_{name}': recipe}}."
         )
-    recipes = {name: reference, **candidates}
+    recipes = reference | candidates
     settings = _driver.Settings(
         recipes=recipes,
         budgets=_budget.resolve_budgets(budgets, candidates),

@@ -22,7 +22,6 @@ from __future__ import annotations
 import collections
 import difflib
 import math
-import os
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from types import MappingProxyType
@@ -34,6 +33,7 @@ from jax.extend.core import ClosedJaxpr, JaxprEqn
 
 from jaxmp import _core, _programs
 from jaxmp._core._compat import _exported
+from jaxmp._tools.report import _section
 
 # Index of the maker of an argument or a constant.
 INPUT = -1
@@ -63,8 +63,7 @@ class ResultRecord(NamedTuple):
     @property
     def location(self) -> str:
         """The line, such as "model.py:12"."""
-        file, line = self.line
-        return f"{os.path.basename(file)}:{line}" if file else "a line that is not known"
+        return _section.location_text(*self.line) or "a line that is not known"
 
 
 class Change(NamedTuple):
@@ -259,9 +258,7 @@ def is_compared(record: ResultRecord) -> bool:
 
 def modules(records: Sequence[ResultRecord]) -> list[str]:
     """Returns the module path of each record."""
-    names = {r.scopes[:n]: None for r in records for n in range(len(r.scopes) + 1)}
-    root = _programs.root_of(names)
-    return [_programs.module_of(record.scopes, root) for record in records]
+    return list(_programs.modules_of(record.scopes for record in records))
 
 
 def pairs_of(train: Sequence[ResultRecord], serve: Sequence[ResultRecord]) -> list[Pair]:
@@ -314,10 +311,7 @@ def _sequence(programs: Sequence[Sequence[ResultRecord]], labels: Sequence[_Labe
 
 def _repeated(programs: Sequence[Sequence[ResultRecord]], labels: Sequence[_Labels]) -> list[Pair]:
     """Pairs each operation with all its repetitions."""
-    groups: list[dict[Any, list[int]]] = [{}, {}]
-    for group, label in zip(groups, labels, strict=True):
-        for n, key in label.items():
-            group.setdefault(key, []).append(n)
+    groups = [_section.grouped(label, label.__getitem__) for label in labels]
     pairs = []
     for key, own in groups[0].items():
         others = groups[1].get(key, [])
