@@ -1284,8 +1284,8 @@ gradients are divided along the batch before they are summed
 test_memory.py::test_gradients_are_whole_before_they_are_summed_over_the_batch
 
 an unrolled loop is estimated as one kernel
-- equation.params["unroll"] >= inside[0].times > 0
-+ inside[0].times == 1
+- if inside and inside[0].is_unrolled:
++ if inside and inside[0].times == 1:
 test_memory.py::test_an_unrolled_loop_is_a_program_of_its_iterations
 
 kernels are estimated to write into the result of a matmul

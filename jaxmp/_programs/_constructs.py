@@ -334,6 +334,7 @@ class Inner(NamedTuple):
       front of them are constants, and those behind them rows of scanned arrays.
     times: number of executions per execution of the equation; 1 for a while loop.
     step: -1 for a loop from the last row to the first.
+    is_unrolled: True for a loop that JAX compiles as one program of all its iterations.
     """
 
     form: Form | None
@@ -345,6 +346,7 @@ class Inner(NamedTuple):
     carried: range
     times: int = 1
     step: int = 1
+    is_unrolled: bool = False
 
     @property
     def is_loop(self) -> bool:
@@ -387,6 +389,7 @@ def inners(equation: Any) -> list[Inner]:
         options["carried"] = range(scan.consts, scan.consts + scan.carry)
         options["times"] = scan.options["length"]
         options["step"] = -1 if scan.options["reverse"] else 1
+        options["is_unrolled"] = scan.options["unroll"] >= scan.options["length"] > 0
     elif form is Form.SHARDS:
         options["times"] = shard_map_of(equation).devices
     # The first operand of a branch is its index.

@@ -133,8 +133,7 @@ class Liveness(_programs.Forward):
         name = equation.primitive.name
         has_inside = name in _programs.CONSTRUCTS | _programs.OPAQUE_CALLS
         inside = _programs.inners(equation) if has_inside else []
-        # XLA makes one program of the iterations of an unrolled loop.
-        if name == "scan" and equation.params["unroll"] >= inside[0].times > 0:
+        if inside and inside[0].is_unrolled:
             return self._unrolled(equation, inside[0], operands)
         is_apart = any(inner.form is Form.BRANCH or inner.is_loop for inner in inside)
         if inside and not is_apart:
