@@ -156,11 +156,7 @@ def _is_stream(var: Atom, operand: Atom, op: OpOccurrence, audit: Auditor) -> bo
 
 def _is_carry(var: Atom, op: OpOccurrence) -> bool:
     """Returns True for a carry of the enclosing loop."""
-    loop = (
-        None
-        if op.outer is None or _programs.is_literal(var)
-        else _programs.loop_of(op.outer.equation)
-    )
+    loop = None if op.outer is None else _programs.loop_of(op.outer.equation)
     return loop is not None and any(var is each for each in loop.incoming)
 
 

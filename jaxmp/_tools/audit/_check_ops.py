@@ -130,10 +130,10 @@ def _role_of_exponential(op: _checks.OpOccurrence) -> str:
     if op.is_backward:
         return ""
     if op.name in ("exp", "exp2"):
-        readers = _reads(op.equation, op.body, _checks.LAYOUT | _WEIGHTS)
+        readers = reads(op.equation, op.body, _checks.LAYOUT | _WEIGHTS)
         # The backward pass also sums what was broadcast.
         sums = [e for e in readers if e.primitive.name in _SUMS and _origins.is_forward(e)]
-        after = (e.primitive.name for total in sums for e in _reads(total, op.body))
+        after = (e.primitive.name for total in sums for e in reads(total, op.body))
         if "log" in after:
             return "log-sum-exp"
         return "softmax" if any(_is_divided(total, op) for total in sums) else ""
@@ -213,9 +213,11 @@ def check_power_iteration(op: _checks.OpOccurrence, audit: _auditor.Auditor) -> 
         audit.add(NORM_16BIT, op, message, _origins.fix_operation(op) or _FIX_POWER)
 
 
-def _is_square(equation: _programs.Equation) -> bool:
+def is_square(equation: _programs.Equation) -> bool:
+    """Returns True for a square or a higher power of a value, and for its product with itself."""
     name, operands = equation.primitive.name, equation.invars
-    return name in _SQUARES or (name == "mul" and operands[0] is operands[1])
+    is_product = name == "mul" and operands[0] is operands[1]
+    return name == "square" or _programs.exponent_of(equation) > 1 or is_product
 
 
 class OnePass(_labels.ConditionalFinding):
@@ -230,7 +232,7 @@ def label_variance(op: _checks.OpOccurrence, audit: _auditor.Auditor) -> OnePass
     if not op.is_forward:
         return None
     lhs, rhs = (list(made_of(var, op.body, _NEAR | _SQUARES)) for var in op.operands)
-    is_one_pass = any(map(_is_square, rhs))
+    is_one_pass = any(map(is_square, rhs))
     is_one_pass &= any(map(_contains_sum, lhs)) and any(map(_contains_sum, rhs))
     dtype = _checks.half_of(var for e in (op.equation, *lhs, *rhs) for var in e.outvars)
     if not is_one_pass or dtype is None:
@@ -253,10 +255,9 @@ def is_sum(op: _checks.OpOccurrence) -> bool:
 
 def _contains_sum(equation: _programs.Equation) -> bool:
     """Returns True for a sum, and for a call, such as that of `jnp.var`, that contains one."""
-    inside = (
-        inner for jaxpr in _programs.sub_jaxprs(equation) for inner in _programs.equations(jaxpr)
+    return any(
+        each.primitive.name in _SUMS for each in (equation, *_origins.equations_inside(equation))
     )
-    return any(other.primitive.name in _SUMS for other in (equation, *inside))
 
 
 def _report_norm(op: _checks.OpOccurrence, dtype: np.dtype, audit: _auditor.Auditor) -> None:
@@ -420,7 +421,7 @@ def counts_largest(op: _checks.OpOccurrence) -> bool:
 # ---------------------------------------------------------------------------
 
 
-def _reads(
+def reads(
     equation: _programs.Equation,
     body: _programs.Body,
     through: frozenset[str] = _checks.LAYOUT,

@@ -465,11 +465,11 @@ def _halves(equation: _programs.Equation) -> list[_programs.Atom]:
 
 def _is_elementwise(equation: _programs.Equation, names: frozenset[str] = _ELEMENTWISE) -> bool:
     """Returns True for an elementwise operation, and for a call such as that of a sigmoid."""
-    inside = _inside(equation)
-    return all(e.primitive.name in names for e in inside or [equation])
+    return all(e.primitive.name in names for e in equations_inside(equation) or [equation])
 
 
-def _inside(equation: _programs.Equation) -> list[_programs.Equation]:
+def equations_inside(equation: _programs.Equation) -> list[_programs.Equation]:
+    """Returns the equations in a call, at any depth; none for another operation."""
     return [e for jaxpr in _programs.sub_jaxprs(equation) for e in _programs.equations(jaxpr)]
 
 
@@ -481,7 +481,7 @@ def _is_rounding(equation: _programs.Equation) -> bool:
     """
     if equation.primitive.name in _programs.CALLS:
         sizes = [getattr(v.aval, "size", 0) for v in (*equation.outvars, *equation.invars)]
-        return max(sizes) > sizes[0] and any(map(_is_rounding, _inside(equation)))
+        return max(sizes) > sizes[0] and any(map(_is_rounding, equations_inside(equation)))
     is_cast = equation.primitive.name == "convert_element_type"
     return is_cast and np.dtype(_checks.dtype_of(equation.invars[0])).itemsize == 4
 
