@@ -73,7 +73,7 @@ def label_value(op: _checks.OpOccurrence, audit: _auditor.Auditor) -> RoundedVal
     return RoundedValue(op, message, lambda: _origins.fix_cast(op))
 
 
-@ROUNDED_INPUT.on_result("sub")
+@ROUNDED_INPUT.on_operation("sub")
 def label_complement(op: _checks.OpOccurrence, audit: _auditor.Auditor) -> None:
     """Labels 1 minus a rounded array, or minus the squares of its elements."""
     minuend, var = op.operands

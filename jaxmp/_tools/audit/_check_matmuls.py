@@ -46,7 +46,7 @@ class PromotedValue(_labels.ConditionalFinding, _labels.WideValue):
     check = IMPLICIT_PROMOTION
 
 
-@IMPLICIT_PROMOTION.on_result("convert_element_type")
+@IMPLICIT_PROMOTION.on_operation("convert_element_type")
 def check_promotion(op: OpOccurrence, audit: Auditor) -> None:
     """Labels a cast to a wider dtype that JAX inserted because the other operand is wider.
 

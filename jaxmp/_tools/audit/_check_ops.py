@@ -203,7 +203,7 @@ def check_root(op: _checks.OpOccurrence, audit: _auditor.Auditor) -> None:
         _report_norm(op, dtype, audit)
 
 
-@NORM_16BIT.on_result("dot_general")
+@NORM_16BIT.on_operation("dot_general")
 def check_power_iteration(op: _checks.OpOccurrence, audit: _auditor.Auditor) -> None:
     """Reports a product of a power iteration in 16 bits."""
     dtype = _checks.half_of(op.operands)

@@ -40,7 +40,7 @@ Gather in 16 bits, and sum the gradient in FP32:
     gather.defvjp(lambda w: (gather(w), None), gather_bwd)"""
 
 
-@ALL_REDUCE_16BIT.on_result("psum", "psum_invariant", "reduce_scatter")
+@ALL_REDUCE_16BIT.on_operation("psum", "psum_invariant", "reduce_scatter")
 def label_reductions(op: _checks.OpOccurrence, audit: _auditor.Auditor) -> None:
     """Labels a sum over devices in 16 bits."""
     for operand, result in zip(op.operands, op.equation.outvars, strict=True):
@@ -349,7 +349,7 @@ class _MicrobatchLoop(NamedTuple):
     length: int | None
 
 
-@REDUCTION_PER_MICROBATCH.on_result(*_programs.LOOPS)
+@REDUCTION_PER_MICROBATCH.on_operation(*_programs.LOOPS)
 def collect_loops(op: _checks.OpOccurrence, audit: _auditor.Auditor) -> None:
     """Collects the loops over microbatches; a loop over training steps updates its arguments."""
     if op.location.differentiated or not op.is_forward:

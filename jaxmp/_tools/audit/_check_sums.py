@@ -70,7 +70,7 @@ def check_sum(op: OpOccurrence, dtype: np.dtype, audit: Auditor) -> None:
         audit.add(_check_ops.REDUCTION_16BIT, op, message, fix, severity=_checks.WARNING)
 
 
-@_check_ops.REDUCTION_16BIT.on_result(*_programs.LOOPS)
+@_check_ops.REDUCTION_16BIT.on_operation(*_programs.LOOPS)
 def check_loop(op: OpOccurrence, audit: Auditor) -> None:
     """Reports a loop that adds to a 16-bit carry what does not depend on that carry.
 
@@ -82,7 +82,7 @@ def check_loop(op: OpOccurrence, audit: Auditor) -> None:
             _report_carry(op, carry, linear.addition, audit)
 
 
-@_check_ops.ACCUMULATOR_16BIT.on_result("add", "add_any")
+@_check_ops.ACCUMULATOR_16BIT.on_operation("add", "add_any")
 def check_terms(op: OpOccurrence, audit: Auditor) -> None:
     """Reports a sum of three or more 16-bit gradients without a loop."""
     terms = audit.flow.labels(_dataflow.Terms, op.result) if _is_after_gradient(op) else ()
@@ -206,7 +206,7 @@ class _Linear(NamedTuple):
     addition: _programs.Equation | None = None
 
 
-@_check_ops.ACCUMULATOR_16BIT.on_result(*_programs.LOOPS)
+@_check_ops.ACCUMULATOR_16BIT.on_operation(*_programs.LOOPS)
 def check_recurrence(op: OpOccurrence, audit: Auditor) -> None:
     """Reports a 16-bit carry that is scaled and added to in each step.
 
@@ -290,7 +290,7 @@ def _report_recurrence(
     audit.add(_check_ops.ACCUMULATOR_16BIT, inner, f"{message} away.", fix)
 
 
-@_check_ops.ACCUMULATOR_16BIT.on_result(*_programs.LOOPS)
+@_check_ops.ACCUMULATOR_16BIT.on_operation(*_programs.LOOPS)
 def check_small_steps(op: OpOccurrence, audit: Auditor) -> None:
     """Reports a 16-bit carry to which a loop adds small multiples of functions of that carry.
 
@@ -393,7 +393,7 @@ class ChangedCopy(_labels.ConditionalFinding):
     survives = StateCopy.survives | _CHANGES
 
 
-@_check_state.MISSING_MASTER.on_result("convert_element_type")
+@_check_state.MISSING_MASTER.on_operation("convert_element_type")
 def label_copy(op: OpOccurrence, audit: Auditor) -> None:
     """Labels the cast of an updated FP32 argument to 16 bits."""
     (operand,) = op.operands

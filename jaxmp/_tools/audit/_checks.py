@@ -66,12 +66,12 @@ class Check:
         return Finding(check=self.id, message=message, fix=fix or self.fix, **fields)
 
     def on_operation(self, *primitives: str) -> Callable[[Function], Function]:
-        """Registers a function `(op, audit) -> label or None` for some primitives."""
-        return _registration([ON_OPERATION[name] for name in primitives])
+        """Registers a function `(op, audit) -> label or None` for some primitives.
 
-    def on_result(self, *primitives: str) -> Callable[[Function], Function]:
-        """Registers a function `(op, audit) -> None` for some primitives."""
-        return _registration([ON_RESULT[name] for name in primitives])
+        Its operands and results already have their other labels, and the operations inside of it
+        were visited.
+        """
+        return _registration([ON_OPERATION[name] for name in primitives])
 
     def on_16_bits(self, function: Function) -> Function:
         """Registers a function `(op, dtype, audit) -> label or None`."""
@@ -96,7 +96,6 @@ CHECKS: dict[str, Check] = {}
 
 # Primitive -> functions.
 ON_OPERATION: defaultdict[str, list[Callable[..., Any]]] = defaultdict(list)
-ON_RESULT: defaultdict[str, list[Callable[..., Any]]] = defaultdict(list)
 ON_16_BITS: list[Callable[..., Any]] = []
 ON_MATMUL: list[Callable[..., Any]] = []
 ON_PROGRAM: list[Callable[..., Any]] = []
