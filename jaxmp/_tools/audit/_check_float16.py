@@ -173,7 +173,7 @@ def collect_sums(op: _checks.OpOccurrence, audit: _auditor.Auditor) -> None:
 @FLOAT16_RANGE.on_program
 def report_sums(audit: _auditor.Auditor, _: _trace.Traced) -> None:
     """Reports summed squares, unless they are the statistics of a norm that is reported."""
-    norms = {f.line for f in audit.findings if f.check is _check_ops.NORM_16BIT}
+    norms = {f.op.line for f in audit.findings if f.check is _check_ops.NORM_16BIT}
     for square, op in audit.collected[_Sum]:
         if op.line not in norms:
             square.report(f"; they are summed at {op.where}")

@@ -397,7 +397,7 @@ def check_sizes(op: OpOccurrence, matmul: _programs.Matmul, flops: int, audit: A
     if classes:
         audit.collected[_Classes].append(_Classes(op.line, classes))
     # Smaller sizes, such as three channels or one output, are those of the data, as are classes.
-    is_data = lambda n: n < multiple or _Classes(finding.line, n) in audit.collected[_Classes]
+    is_data = lambda n: n < multiple or _Classes(finding.op.line, n) in audit.collected[_Classes]
     waste = math.prod(paddings[role] / n for role, n in sizes.items() if not is_data(n)) - 1
     finding.add_harm(round(waste * flops))
 

@@ -117,9 +117,8 @@ class PendingFinding:
 
     check: Check
     severity: str
-    names: _programs.Path
-    primitive: str
-    line: tuple[str, int]
+    # The first of its operations.
+    op: OpOccurrence
     message: str
     fix: str
     count: int = 0
@@ -176,12 +175,11 @@ class PendingFindings:
           The finding that the operation is counted in.
         """
         severity = severity or check.severity
-        line, is_after = op.line, self._is_after_gradient(op)
-        key = check.id, severity, op.location.names, line, is_after
+        is_after = self._is_after_gradient(op)
+        key = check.id, severity, op.location.names, op.line, is_after
         finding = self._by_key.get(key)
         if finding is None:
-            fix, names = fix or check.fix, op.location.names
-            finding = PendingFinding(check, severity, names, op.name, line, message, fix)
+            finding = PendingFinding(check, severity, op, message, fix or check.fix)
             self._by_key[key] = finding
         elif fix and fix not in finding.fix and op.is_forward:
             # Another expression of the line.

@@ -50,8 +50,8 @@ def checked_findings(auditor: _auditor.Auditor, traced: Traced) -> list[_checks.
     _note_matmuls(auditor, sources)
     dropped = {id(f): f for f in suspects if not sources.isdisjoint(f.after_gradient)}
     for finding in (f for f in dropped.values() if not f.flops):
-        where = _source.text_of(*finding.line)
-        auditor.notes[f"{finding.check.id} at {where} is not reported in the optimizer"] = None
+        note = f"{finding.check.id} at {finding.op.where} is not reported in the optimizer"
+        auditor.notes[note] = None
     return [finding for finding in pending if id(finding) not in dropped]
 
 
@@ -323,10 +323,10 @@ def _final_findings(auditor: _auditor.Auditor, traced: Traced) -> list[Finding]:
             severity = _checks.ERROR
         elif _is_minor(item, total) or (item.check is FP32_MATMUL and are_few):
             severity = _checks.WARNING
-        fields = {name: getattr(item, name) for name in ("primitive", "count", "flops")}
-        module, (file, line) = _programs.module_of(item.names, auditor.root), item.line
-        fields |= {"severity": severity, "module": module, "file": file, "line": line}
-        finding = item.check.finding(item.message, item.fix, **fields)
+        module = _programs.module_of(item.op.location.names, auditor.root)
+        fields = {"primitive": item.op.name, "count": item.count, "flops": item.flops}
+        fields |= {"severity": severity, "module": module}
+        finding = item.check.finding(item.message, item.fix, item.op, **fields)
         key = finding.check, finding.severity, finding.module, finding.file, finding.line
         if key in merged:
             count, flops = merged[key].count + finding.count, merged[key].flops + finding.flops
