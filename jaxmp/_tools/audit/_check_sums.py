@@ -111,7 +111,7 @@ def _report_carry(
 ) -> None:
     dtype, loop = _checks.dtype_of(carry), op.loop
     inner = op.in_body(addition)
-    fix = fix_carry(op, carry, inner, audit)
+    fix = fix_carry(op, carry, inner)
     if _is_after_gradient(op) and _dataflow.GRADIENT in audit.flow.of(addition.outvars[0]):
         message = f"a loop accumulates gradients in {dtype.name}."
         audit.add(_check_ops.ACCUMULATOR_16BIT, inner, message, fix)
@@ -127,16 +127,13 @@ def _report_carry(
     audit.add(_check_ops.REDUCTION_16BIT, inner, message, fix)
 
 
-def fix_carry(
-    loop: OpOccurrence, carry: _programs.Atom, addition: OpOccurrence, audit: Auditor
-) -> str:
+def fix_carry(loop: OpOccurrence, carry: _programs.Atom, addition: OpOccurrence) -> str:
     """Returns the fix of a 16-bit carry: its first value and its summands in FP32.
 
     Args:
       loop: a scan or while.
       carry: the parameter of its body.
       addition: the operation in the body that adds to it.
-      audit: for the lines of the source.
 
     Returns:
       Sentences and code, or words alone if the code of the first value is not known, because it is
@@ -147,9 +144,7 @@ def fix_carry(
         f"Cast the first value of the carry to FP32 before the loop at {where}, which is"
         f" {carry.aval.str_short()}, add in FP32, and cast the result after the loop."
     )
-    inside = addition.body.jaxpr
-    first = loop.equation.invars[len(loop.equation.invars) - len(inside.invars) :]
-    start = first[inside.invars.index(carry)]
+    start = loop.loop.operands[loop.loop.jaxpr.invars.index(carry)]
     made = loop.made_by(start, _checks.LAYOUT - {"broadcast_in_dim"})
     code = "" if made is None else _rewrite.in_fp32(made.expression)
     if made is None or not code:
@@ -216,7 +211,7 @@ def check_recurrence(op: OpOccurrence, audit: Auditor) -> None:
     """
     for carry, linear in _linear_carries(op, False) if op.is_forward else ():
         if linear.is_scaled:
-            _report_recurrence(op, carry, linear, op.loop, audit)
+            _report_recurrence(op, carry, linear, audit)
 
 
 def _linear_carries(
@@ -273,9 +268,9 @@ def _linear_after(equation: _programs.Equation, facts: list[Any]) -> _Linear | L
 
 
 def _report_recurrence(
-    op: OpOccurrence, carry: _programs.Atom, linear: _Linear, loop: _programs.Inner, audit: Auditor
+    op: OpOccurrence, carry: _programs.Atom, linear: _Linear, audit: Auditor
 ) -> None:
-    dtype, length, factor = _checks.dtype_of(carry).name, loop.length, linear.factor
+    dtype, length, factor = _checks.dtype_of(carry).name, op.loop.length, linear.factor
     terms = length or 2**31
     if factor is not None and abs(factor) < 1:
         terms = min(terms, 1 / (1 - abs(factor)))
@@ -286,7 +281,7 @@ def _report_recurrence(
     message = f"a loop{steps} updates a decayed sum{decay} in {dtype}: small summands are rounded"
     assert linear.addition is not None
     inner = op.in_body(linear.addition)
-    fix = fix_carry(op, carry, inner, audit)
+    fix = fix_carry(op, carry, inner)
     audit.add(_check_ops.ACCUMULATOR_16BIT, inner, f"{message} away.", fix)
 
 

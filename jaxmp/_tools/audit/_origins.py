@@ -319,12 +319,8 @@ def _is_read_exactly(op: OpOccurrence, function: str) -> bool:
     A cast of the result to 16 bits would round what these magnify.
     """
     exact = _LOGS | _checks.named("sub") if function.endswith(_PROBABILITIES) else _LOGS
-    site, waiting, names = (
-        _programs.call_site(op.equation),
-        [(v, op) for v in op.equation.outvars],
-        set(),
-    )
-    seen: set[_programs.Atom] = set()
+    site, waiting = _programs.call_site(op.equation), [(v, op) for v in op.equation.outvars]
+    names, seen = set[str](), set[_programs.Atom]()
     while waiting:
         var, within = waiting.pop()
         if var in seen:
