@@ -418,14 +418,14 @@ def _makers(waiting: list[tuple[_programs.Atom, OpOccurrence]]) -> Iterator[OpOc
     """
     seen: set[_programs.Atom] = set()
     while waiting:
-        var, within = _through_calls(*waiting.pop())
+        var, within = through_calls(*waiting.pop())
         maker = within.body.maker(var)
         if maker is not None and var not in seen:
             seen.add(var)
             yield within.sibling(maker)
 
 
-def _through_calls(var: _programs.Atom, op: OpOccurrence) -> tuple[_programs.Atom, OpOccurrence]:
+def through_calls(var: _programs.Atom, op: OpOccurrence) -> tuple[_programs.Atom, OpOccurrence]:
     """Returns the operand of a call such as `jnp.cumsum` in place of a parameter of its jaxpr."""
     while op.outer is not None and op.outer.name in _programs.CALLS:
         inner = _programs.inners(op.outer.equation)[0]
@@ -441,7 +441,7 @@ def is_constant(var: _programs.Atom, op: OpOccurrence) -> bool:
     """Returns True for a value that is computed from numbers and integers alone."""
     waiting, seen = [(var, op)], set[_programs.Atom]()
     while waiting:
-        var, within = _through_calls(*waiting.pop())
+        var, within = through_calls(*waiting.pop())
         is_integer = getattr(_checks.dtype_of(var), "kind", "b") in "biu"
         if _programs.is_literal(var) or is_integer or var in seen:
             continue
