@@ -36,18 +36,14 @@ class PolicyContext:
         self.wrap_code = f"model = jaxmp.load_recipe({text}).wrap(model)"
         self.autocast_code = f"fn = jaxmp.autocast(fn, {text})"
         self.loss_code = f"loss_fn = jaxmp.autocast(loss_fn, {text})"
-        # Scopes -> the dtypes in which matmuls may compute.
-        self._allowed = functools.cache(self._search)
+        self.allowed_dtypes = functools.cache(self._allowed_dtypes)
 
-    def allowed_dtypes(self, location: _programs.Location) -> frozenset[Any]:
-        """Returns the dtypes in which matmuls at a location may compute; empty without policies.
+    def _allowed_dtypes(self, names: _programs.Path) -> frozenset[Any]:
+        """Returns the dtypes in which matmuls of a scope may compute; empty without policies.
 
         A program contains no module types. The dtype of a rule by type is allowed wherever a later
         rule or the default policy applies by path.
         """
-        return self._allowed(location.names)
-
-    def _search(self, names: _programs.Path) -> frozenset[Any]:
         if self.policies is None:
             return frozenset()
         if _programs.FULL_PRECISION in names:

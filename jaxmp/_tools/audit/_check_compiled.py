@@ -90,7 +90,7 @@ def check_donation(program: CompiledProgram, _: Auditor) -> Iterator[Finding]:
 def requires_16_bits(audit: Auditor, module: str) -> bool:
     """Returns True if the policies allow only 16-bit dtypes for a module."""
     below = tuple(module.split("/")) if module else ()
-    allowed = audit.context.allowed_dtypes(_programs.Location((*audit.root, *below)))
+    allowed = audit.context.allowed_dtypes((*audit.root, *below))
     return bool(allowed) and _core.FLOAT32 not in allowed and all(map(_core.is_16bit, allowed))
 
 

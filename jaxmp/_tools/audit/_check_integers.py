@@ -150,7 +150,6 @@ INT_OVERFLOW = _checks.Check(
     fix="jnp.matmul(x, w, preferred_element_type=jnp.int32)",
 )
 
-_COUNTS = _checks.named("convert_element_type iota reduce_sum cumsum add mul")
 _MOVES = _checks.LAYOUT | _checks.named("slice dynamic_slice gather rev concatenate select_n neg")
 
 

@@ -146,14 +146,9 @@ def _is_divided(total: _programs.Equation, op: _checks.OpOccurrence) -> bool:
     Attention in blocks divides by a carry of its loop.
     """
     waiting = [(var, op) for var in total.outvars]
-    seen: set[_programs.Atom] = set()
     # A policy casts by a function with a derivative of its own.
     calls = _programs.CALLS | _programs.CUSTOM_DERIVATIVES
-    while waiting:
-        var, within = waiting.pop()
-        if var in seen:
-            continue
-        seen.add(var)
+    for var, within in _origins.walked(waiting):
         is_returned = None in within.body.consumers.get(var, ())
         if is_returned and within.outer is not None and within.outer.name not in _programs.CALLS:
             return True

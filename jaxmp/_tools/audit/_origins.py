@@ -32,6 +32,8 @@ _LOGS = _checks.named("log log1p log2")
 SUMS = _ELEMENTWISE | _checks.named("reduce_sum")
 # Functions whose results are probabilities, of which a difference cancels.
 _PROBABILITIES = ("softmax", "sigmoid")
+# A variable, and an operation of the jaxpr that contains it.
+_Value = tuple[_programs.Atom, OpOccurrence]
 # If 16 bits enter at more lines, the fix casts the operand alone.
 _MAX_ORIGINS = 4
 
@@ -320,12 +322,8 @@ def _is_read_exactly(op: OpOccurrence, function: str) -> bool:
     """
     exact = _LOGS | _checks.named("sub") if function.endswith(_PROBABILITIES) else _LOGS
     site, waiting = _programs.call_site(op.equation), [(v, op) for v in op.equation.outvars]
-    names, seen = set[str](), set[_programs.Atom]()
-    while waiting:
-        var, within = waiting.pop()
-        if var in seen:
-            continue
-        seen.add(var)
+    names = set[str]()
+    for var, within in walked(waiting):
         for reader, inside in readers_of(var, within):
             name = reader.primitive.name
             if name in _programs.MATMULS:
@@ -410,22 +408,29 @@ def _rounded_by(op: OpOccurrence, through: frozenset[str] = _ELEMENTWISE) -> lis
     return origins
 
 
-def _makers(waiting: list[tuple[_programs.Atom, OpOccurrence]]) -> Iterator[OpOccurrence]:
-    """Yields the operations that make values, each once, while the caller adds further values.
+def walked(waiting: list[_Value]) -> Iterator[_Value]:
+    """Yields values other than literals, each once, while the caller adds further values.
 
     Args:
-      waiting: values, and an operation of the jaxpr that contains each of them.
+      waiting: values. Parameters of calls are replaced by their operands.
     """
     seen: set[_programs.Atom] = set()
     while waiting:
         var, within = through_calls(*waiting.pop())
-        maker = within.body.maker(var)
-        if maker is not None and var not in seen:
+        if not _programs.is_literal(var) and var not in seen:
             seen.add(var)
+            yield var, within
+
+
+def _makers(waiting: list[_Value]) -> Iterator[OpOccurrence]:
+    """Yields the operations that make values; see `walked`."""
+    for var, within in walked(waiting):
+        maker = within.body.maker(var)
+        if maker is not None:
             yield within.sibling(maker)
 
 
-def through_calls(var: _programs.Atom, op: OpOccurrence) -> tuple[_programs.Atom, OpOccurrence]:
+def through_calls(var: _programs.Atom, op: OpOccurrence) -> _Value:
     """Returns the operand of a call such as `jnp.cumsum` in place of a parameter of its jaxpr."""
     while op.outer is not None and op.outer.name in _programs.CALLS:
         inner = _programs.inners(op.outer.equation)[0]
@@ -439,17 +444,13 @@ def through_calls(var: _programs.Atom, op: OpOccurrence) -> tuple[_programs.Atom
 
 def is_constant(var: _programs.Atom, op: OpOccurrence) -> bool:
     """Returns True for a value that is computed from numbers and integers alone."""
-    waiting, seen = [(var, op)], set[_programs.Atom]()
-    while waiting:
-        var, within = through_calls(*waiting.pop())
-        is_integer = getattr(_checks.dtype_of(var), "kind", "b") in "biu"
-        if _programs.is_literal(var) or is_integer or var in seen:
-            continue
-        seen.add(var)
-        maker = within.body.maker(var)
-        if maker is None:
-            return False
-        waiting += [(operand, within) for operand in maker.invars]
+    waiting = [(var, op)]
+    for value, within in walked(waiting):
+        if getattr(_checks.dtype_of(value), "kind", "b") not in "biu":
+            maker = within.body.maker(value)
+            if maker is None:
+                return False
+            waiting += [(operand, within) for operand in maker.invars]
     return True
 
 
