@@ -889,6 +889,13 @@ autocast rounds the operands of the gradients of a factorized matmul
 -             if use and phase_of(
 +             if False and phase_of(
 test_autocast_magnified.py::test_ill_conditioned_matmuls_and_their_gradients_are_fp32
+
+a sum that a function with its own derivative reads is that of a softmax
+-         if name in CONSTRUCTS or
++         if name.startswith("custom_"):
++             return [_MAGNIFIED] * count
++         if name in CONSTRUCTS or
+test_audit.py::test_a_sum_of_exponentials_is_a_softmax_only_if_a_quotient_follows
 """,
     "jaxmp/_tools/audit/_audit.py": r"""
 an audit reads the first phase of a recipe for all
@@ -977,15 +984,15 @@ a parameter that is rounded before its softplus is not found
 test_audit_fixes.py::test_parameters_that_enter_an_exponential_are_read_in_fp32
 
 the audit is silent about a softmax in 16 bits
--     if _role_of_exponential(op) == "softmax":
+-     if _role_of_exponential(op, audit) == "softmax":
 -         is_own
-+     if _role_of_exponential(op) == "nothing":
++     if _role_of_exponential(op, audit) == "nothing":
 +         is_own
 test_audit.py::test_a_half_softmax
 
 each sum of exponentials is a softmax
-- if any(_is_divided(total, op) for total in sums) else
-+ if sums else
+- return "softmax" if is_divided
++ return "softmax" if sums
 test_audit.py::test_a_sum_of_exponentials_is_a_softmax_only_if_a_quotient_follows
 
 the count of a segment's largest elements is a sum
@@ -1004,11 +1011,6 @@ a scalar parameter with an FP32 master is a loss
 - x.has_gradient or traced.variables
 + traced.variables
 test_audit.py::test_a_scalar_parameter_is_no_loss
-
-a sum that a policy casts is that of a softmax
--     calls = _programs.CALLS | _programs.CUSTOM_DERIVATIVES
-+     calls = _programs.CALLS
-test_audit.py::test_a_sum_of_exponentials_is_a_softmax_only_if_a_quotient_follows
 """,
     "jaxmp/_tools/audit/_check_sharding.py": r"""
 the fix of a gather does not split the copy
@@ -1149,7 +1151,7 @@ a fix changes a cast of all parameters
 test_audit_fixes.py::test_a_cast_of_all_parameters_is_not_replaced
 
 the fix of a root casts a variance that was rounded
-- return max(sizes) > sizes[0] and any(map(_is_rounding, _inside(equation)))
+- return max(sizes) > sizes[0] and any(map(_is_rounding, equations_inside(equation)))
 + return False
 test_audit_fixes.py::test_the_fix_of_a_variance_does_not_cast_what_was_rounded
 """,

@@ -91,7 +91,6 @@ def audit(
       >>> [finding.check for finding in audit(attend, x, x, recipe="bf16").findings]
       ['softmax_16bit', 'rounded_output']
     """
-    _trace.check_function(fn, "audit")
     _trace.check_arguments(fn, args, kwargs)
     return audit_call(fn, args, kwargs, recipe=recipe, target=target, try_fixes=try_fixes)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from types import CodeType
 from typing import Any
 
@@ -36,18 +36,14 @@ class PolicyContext:
         self.wrap_code = f"model = jaxmp.load_recipe({text}).wrap(model)"
         self.autocast_code = f"fn = jaxmp.autocast(fn, {text})"
         self.loss_code = f"loss_fn = jaxmp.autocast(loss_fn, {text})"
-        # Scopes -> the dtypes in which matmuls may compute.
-        self._allowed = functools.cache(self._search)
+        self.allowed_dtypes = functools.cache(self._allowed_dtypes)
 
-    def allowed_dtypes(self, location: _programs.Location) -> frozenset[Any]:
-        """Returns the dtypes in which matmuls at a location may compute; empty without policies.
+    def _allowed_dtypes(self, names: _programs.Path) -> frozenset[Any]:
+        """Returns the dtypes in which matmuls of a scope may compute; empty without policies.
 
         A program contains no module types. The dtype of a rule by type is allowed wherever a later
         rule or the default policy applies by path.
         """
-        return self._allowed(location.names)
-
-    def _search(self, names: _programs.Path) -> frozenset[Any]:
         if self.policies is None:
             return frozenset()
         if _programs.FULL_PRECISION in names:
@@ -203,7 +199,6 @@ class Auditor:
         name, result = op.name, next(iter(op.equation.outvars), None)
         if name in _programs.MATMULS:
             self._visit_matmul(op)
-        labels = [function(op, self) for function in _checks.ON_OPERATION.get(name, ())]
         if name in _ENTERED:
             self._enter(op)
         else:
@@ -211,26 +206,24 @@ class Auditor:
                 self._count_kernel(op)
             elif _programs.is_unknown(op.equation):
                 self.notes[f"the operations inside of {name} at {op.where} {NOT_INSPECTED}"] = None
-            labels += self._check_16_bits(op)
             self.flow.step(op)
-        for label in labels:
-            if label is not None:
-                self.flow.mark(result, label)
         if name == "dot_general" and op.is_forward:
             self.flow.mark(result, Logits(op))
-        for function in _checks.ON_RESULT.get(name, ()):
-            function(op, self)
+        for label in self._labels_of_checks(op):
+            if label is not None:
+                self.flow.mark(result, label)
 
-    def _check_16_bits(self, op: _checks.OpOccurrence) -> list[Any]:
-        """Returns labels of an operation that reads 16 bits where the op table requires FP32."""
+    def _labels_of_checks(self, op: _checks.OpOccurrence) -> Iterator[Any]:
+        """Runs the checks of an operation, and yields the labels that they return."""
+        for function in _checks.ON_OPERATION.get(op.name, ()):
+            yield function(op, self)
+        # The operations that the op table requires in FP32.
         is_sensitive = self.context.ops.category(op.name) == "fp32"
         dtype = _checks.half_of(op.operands) if is_sensitive else None
-        if dtype is None:
-            return []
         # Derivatives leave equations whose results nothing reads. Compilers remove them.
-        if not any(var in op.body.consumers for var in op.equation.outvars):
-            return []
-        return [function(op, dtype, self) for function in _checks.ON_16_BITS]
+        if dtype is not None and any(var in op.body.consumers for var in op.equation.outvars):
+            for function in _checks.ON_16_BITS:
+                yield function(op, dtype, self)
 
     def _enter(self, op: _checks.OpOccurrence) -> None:
         equation, form = op.equation, _programs.form_of(op.equation)

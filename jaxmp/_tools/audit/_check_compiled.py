@@ -13,6 +13,7 @@ from jaxmp._policies import _rules
 from jaxmp._tools.audit import _check_matmuls, _checks, _fp8_forms, _trace
 from jaxmp._tools.audit._auditor import Auditor
 from jaxmp._tools.audit._checks import Check, OpOccurrence
+from jaxmp._tools.audit._compile import Compiled
 from jaxmp._tools.audit._dataflow import From
 from jaxmp._tools.audit._rows import CollectiveRow, Compilation, Finding, GemmRow
 from jaxmp.fp8 import _explain
@@ -49,16 +50,14 @@ class CompiledProgram:
       traced: findings of the traced program, which are not repeated.
       fp8: (module, pass, file, line) of matmuls that were traced with FP8 operands -> the dtype.
         XLA may remove a cast to FP8 and back, so that the compiled program does not contain it.
-      fsdp_axes: the mesh axes that split both parameters and the rows of the batch.
-      chip: the chip that it was compiled for.
+      compiled: the program, its chip, and the shardings of its arguments.
       nnx_count: the number of arguments, the first ones, that are objects of NNX.
     """
 
     rows: Compilation
     traced: tuple[Finding, ...]
     fp8: Mapping[tuple[str, str, str, int], str]
-    fsdp_axes: frozenset[str]
-    chip: _core.Target
+    compiled: Compiled
     nnx_count: int = 0
 
 
@@ -91,7 +90,7 @@ def check_donation(program: CompiledProgram, _: Auditor) -> Iterator[Finding]:
 def requires_16_bits(audit: Auditor, module: str) -> bool:
     """Returns True if the policies allow only 16-bit dtypes for a module."""
     below = tuple(module.split("/")) if module else ()
-    allowed = audit.context.allowed_dtypes(_programs.Location((*audit.root, *below)))
+    allowed = audit.context.allowed_dtypes((*audit.root, *below))
     return bool(allowed) and _core.FLOAT32 not in allowed and all(map(_core.is_16bit, allowed))
 
 

@@ -128,9 +128,10 @@ def check_product_of_weights(op: _checks.OpOccurrence, audit: _auditor.Auditor) 
     """Reports the FP32 gradient of a product of weights, which is rounded for two matmuls."""
     is_rounded = op.is_backward and op.rounded == _core.FLOAT16
     maker = op.body.maker_through(op.operands[0], _checks.LAYOUT) if is_rounded else None
-    if maker is None or not _is_matmul(maker) or not _is_multiplied(op.result, op.body):
+    if maker is None or not _is_matmul(maker):
         return
-    if all(_checks.dtype_of(var) == _core.FLOAT16 for var in maker.invars[:2]):
+    is_read = any(map(_is_matmul, _check_ops.reads(op.equation, op.body)))
+    if is_read and all(_checks.dtype_of(var) == _core.FLOAT16 for var in maker.invars[:2]):
         message = "the gradient of a product of weights is rounded to float16: sums beyond 65504"
         fix = (
             "Multiply the FP32 parameters, w = (a @ b).astype(jnp.float16), or the activations by"
@@ -146,15 +147,6 @@ def _is_matmul(equation: _programs.Equation) -> bool:
     )
 
 
-def _is_multiplied(var: _programs.Atom, body: _programs.Body) -> bool:
-    """Returns True if a matmul reads a value, which may be cast or moved before."""
-    return any(
-        _is_matmul(reader)
-        or (reader.primitive.name in _checks.LAYOUT and _is_multiplied(reader.outvars[0], body))
-        for reader in body.readers(var)
-    )
-
-
 # ---------------------------------------------------------------------------
 # Squares and logits
 # ---------------------------------------------------------------------------
@@ -163,11 +155,8 @@ def _is_multiplied(var: _programs.Atom, body: _programs.Body) -> bool:
 @FLOAT16_RANGE.on_operation("mul", "square", "integer_pow")
 def label_square(op: _checks.OpOccurrence, audit: _auditor.Auditor) -> Square | None:
     """Labels the square of a float16 value."""
-    operands = _float16_operands(op)
-    is_square = op.name != "integer_pow" or _programs.exponent_of(op.equation) > 1
-    is_square &= len({id(var) for var in operands}) == 1
     message = "squares of float16 are inf from 256 on, and 0 below 2e-4"
-    if not operands or not is_square:
+    if not _float16_operands(op) or not _check_ops.is_square(op.equation):
         return None
     fix = fix_expression("Square in FP32", op) or FLOAT16_RANGE.fix
     return Square(op, message, fix)
@@ -184,7 +173,7 @@ def collect_sums(op: _checks.OpOccurrence, audit: _auditor.Auditor) -> None:
 @FLOAT16_RANGE.on_program
 def report_sums(audit: _auditor.Auditor, _: _trace.Traced) -> None:
     """Reports summed squares, unless they are the statistics of a norm that is reported."""
-    norms = {f.line for f in audit.findings if f.check is _check_ops.NORM_16BIT}
+    norms = {f.op.line for f in audit.findings if f.check is _check_ops.NORM_16BIT}
     for square, op in audit.collected[_Sum]:
         if op.line not in norms:
             square.report(f"; they are summed at {op.where}")

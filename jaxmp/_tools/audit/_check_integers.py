@@ -73,7 +73,7 @@ def label_value(op: _checks.OpOccurrence, audit: _auditor.Auditor) -> RoundedVal
     return RoundedValue(op, message, lambda: _origins.fix_cast(op))
 
 
-@ROUNDED_INPUT.on_result("sub")
+@ROUNDED_INPUT.on_operation("sub")
 def label_complement(op: _checks.OpOccurrence, audit: _auditor.Auditor) -> None:
     """Labels 1 minus a rounded array, or minus the squares of its elements."""
     minuend, var = op.operands
@@ -150,7 +150,6 @@ INT_OVERFLOW = _checks.Check(
     fix="jnp.matmul(x, w, preferred_element_type=jnp.int32)",
 )
 
-_COUNTS = _checks.named("convert_element_type iota reduce_sum cumsum add mul")
 _MOVES = _checks.LAYOUT | _checks.named("slice dynamic_slice gather rev concatenate select_n neg")
 
 

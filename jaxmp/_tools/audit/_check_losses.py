@@ -232,11 +232,10 @@ class _Computed(_labels.Fact):
 _COMPUTED = _Computed()
 
 
-@LOSS_16BIT.on_result("dot_general", "conv_general_dilated", "exp", "exp2", "logistic", "tanh")
-def label_computed(op: OpOccurrence, audit: Auditor) -> None:
+@LOSS_16BIT.on_operation("dot_general", "conv_general_dilated", "exp", "exp2", "logistic", "tanh")
+def label_computed(op: OpOccurrence, _: Auditor) -> _Computed | None:
     """Labels the first functions from which outputs of a model are computed."""
-    if op.is_forward:
-        audit.flow.mark(op.result, _COMPUTED)
+    return _COMPUTED if op.is_forward else None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -247,7 +246,7 @@ class _Difference(_labels.Fact):
     survives = _ELEMENTWISE | _CAST_ERROR | _checks.named("pow logistic log")
 
 
-@LOSS_16BIT.on_result("convert_element_type")
+@LOSS_16BIT.on_operation("convert_element_type")
 def label_cast(op: OpOccurrence, audit: Auditor) -> None:
     """Labels an FP32 value that the user casts to 16 bits, and reports it if a softmax reads it.
 
@@ -265,7 +264,7 @@ def label_cast(op: OpOccurrence, audit: Auditor) -> None:
         audit.flow.mark(result, UserCast(op, message, lambda: fix_cast(op)))
 
 
-@ROUNDED_OUTPUT.on_result("dot_general", "conv_general_dilated", "ragged_dot_general")
+@ROUNDED_OUTPUT.on_operation("dot_general", "conv_general_dilated", "ragged_dot_general")
 def label_output(op: OpOccurrence, audit: Auditor) -> None:
     """Labels a 16-bit result, and reports it if a softmax or a choice is computed from it."""
     result = op.result
@@ -283,7 +282,7 @@ def label_output(op: OpOccurrence, audit: Auditor) -> None:
         output.report("; a top-k, argmax or sort compares it")
 
 
-@ROUNDED_OUTPUT.on_result("logistic")
+@ROUNDED_OUTPUT.on_operation("logistic")
 def label_sigmoid(op: OpOccurrence, audit: Auditor) -> None:
     """Labels a 16-bit sigmoid of a rounded result, such as a box or a score."""
     labels = audit.flow.labels(RoundedOutput, *op.operands) if _core.is_16bit(op.dtype) else ()
@@ -310,7 +309,7 @@ def _fix_output(op: OpOccurrence, audit: Auditor) -> str:
     return f"{sums}\nWith `{context.loss_code}`, their gradients are multiplied in 16 bits."
 
 
-@ROUNDED_OUTPUT.on_result("sub")
+@ROUNDED_OUTPUT.on_operation("sub")
 def label_difference_of_output(op: OpOccurrence, audit: Auditor) -> None:
     """Labels the difference of a rounded result and of a value that does not depend on it."""
     lhs, rhs = op.operands

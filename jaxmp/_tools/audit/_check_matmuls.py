@@ -46,7 +46,7 @@ class PromotedValue(_labels.ConditionalFinding, _labels.WideValue):
     check = IMPLICIT_PROMOTION
 
 
-@IMPLICIT_PROMOTION.on_result("convert_element_type")
+@IMPLICIT_PROMOTION.on_operation("convert_element_type")
 def check_promotion(op: OpOccurrence, audit: Auditor) -> None:
     """Labels a cast to a wider dtype that JAX inserted because the other operand is wider.
 
@@ -60,7 +60,7 @@ def check_promotion(op: OpOccurrence, audit: Auditor) -> None:
     is_wider = {source, target} <= _checks.FLOATS and source.itemsize < target.itemsize
     if not is_wider or math.prod(operand.aval.shape) <= 1:
         return
-    allowed = audit.context.allowed_dtypes(op.location)
+    allowed = audit.context.allowed_dtypes(op.location.names)
     is_fp32_module = bool(allowed) and not any(_core.is_16bit(dtype) for dtype in allowed)
     if _dataflow.GRADIENT in audit.flow.of(operand) or is_fp32_module:
         return
@@ -156,11 +156,7 @@ def _is_stream(var: Atom, operand: Atom, op: OpOccurrence, audit: Auditor) -> bo
 
 def _is_carry(var: Atom, op: OpOccurrence) -> bool:
     """Returns True for a carry of the enclosing loop."""
-    loop = (
-        None
-        if op.outer is None or _programs.is_literal(var)
-        else _programs.loop_of(op.outer.equation)
-    )
+    loop = None if op.outer is None else _programs.loop_of(op.outer.equation)
     return loop is not None and any(var is each for each in loop.incoming)
 
 
@@ -237,7 +233,7 @@ def check_fp32(op: OpOccurrence, matmul: _programs.Matmul, flops: int, audit: Au
     """Reports FP32 operands where 16 bits are required, or where they were 16 bits before."""
     if not (matmul.lhs == matmul.rhs == _core.FLOAT32) or _is_fp32_by_design(op, matmul, audit):
         return
-    allowed = audit.context.allowed_dtypes(op.location)
+    allowed = audit.context.allowed_dtypes(op.location.names)
     if _is_router(op, audit):
         audit.notes[f"the FP32 matmul at {op.where} chooses experts or classes"] = None
     elif not allowed and _programs.FULL_PRECISION not in op.location.names:
@@ -296,7 +292,7 @@ def _is_router(op: OpOccurrence, audit: Auditor) -> bool:
 @OFF_POLICY_MATMUL.on_matmul
 def check_policy(op: OpOccurrence, matmul: _programs.Matmul, flops: int, audit: Auditor) -> None:
     """Reports a 16-bit dtype that the policies do not allow."""
-    dtype, allowed = matmul.lhs, audit.context.allowed_dtypes(op.location)
+    dtype, allowed = matmul.lhs, audit.context.allowed_dtypes(op.location.names)
     if dtype != matmul.rhs or dtype == _core.FLOAT32 or dtype not in _core.CASTABLE:
         return
     if not allowed or dtype in allowed or _checks.is_internal_matmul(op, matmul):
@@ -380,7 +376,7 @@ MISALIGNED_MATMUL = Check(
 def check_sizes(op: OpOccurrence, matmul: _programs.Matmul, flops: int, audit: Auditor) -> None:
     """Reports innermost dimensions that are not multiples of 16 bytes."""
     # A step that does not follow its policies yet is padded for their dtype.
-    allowed = audit.context.allowed_dtypes(op.location)
+    allowed = audit.context.allowed_dtypes(op.location.names)
     dtype = min((matmul.lhs, *allowed), key=lambda dtype: dtype.itemsize)
     multiple = _programs.multiple_of(dtype) if matmul.lhs != _core.FLOAT64 else 1
     sizes = {role: size for role, size in matmul.widths.items() if size % multiple}
@@ -401,7 +397,7 @@ def check_sizes(op: OpOccurrence, matmul: _programs.Matmul, flops: int, audit: A
     if classes:
         audit.collected[_Classes].append(_Classes(op.line, classes))
     # Smaller sizes, such as three channels or one output, are those of the data, as are classes.
-    is_data = lambda n: n < multiple or _Classes(finding.line, n) in audit.collected[_Classes]
+    is_data = lambda n: n < multiple or _Classes(finding.op.line, n) in audit.collected[_Classes]
     waste = math.prod(paddings[role] / n for role, n in sizes.items() if not is_data(n)) - 1
     finding.add_harm(round(waste * flops))
 

@@ -68,8 +68,6 @@ _SUMS = _checks.named("reduce_sum cumsum")
 # Operations between an exponential and its sum, as that with a mask.
 _WEIGHTS = _checks.named("mul select_n")
 _SQUARES = _checks.named("square integer_pow")
-_DIVIDES = _checks.named("div integer_pow pow rsqrt")
-_KEEPS_SUM = _NEAR | _checks.named("max min neg reduce_sum")
 REDUCTIONS = _SUMS | _checks.named(
     "reduce_prod cumprod cumlogsumexp reduce_window_sum scatter-add scatter-sub scatter-mul"
 )
@@ -87,7 +85,7 @@ _POWERS = _checks.named("integer_pow square one_minus_square")
 @SOFTMAX_16BIT.on_16_bits
 def check_softmax(op: _checks.OpOccurrence, dtype: np.dtype, audit: _auditor.Auditor) -> None:
     """Reports the exponential of a softmax."""
-    if _role_of_exponential(op) == "softmax":
+    if _role_of_exponential(op, audit) == "softmax":
         is_own = op.is_own_call or not op.location.names
         if is_own:
             fix = _origins.fix_operation(op, dtype.name)
@@ -100,7 +98,7 @@ def check_softmax(op: _checks.OpOccurrence, dtype: np.dtype, audit: _auditor.Aud
 @LOSS_16BIT.on_16_bits
 def check_loss(op: _checks.OpOccurrence, dtype: np.dtype, audit: _auditor.Auditor) -> None:
     """Reports the exponential or the logarithm of a log-sum-exp."""
-    if _role_of_exponential(op) == "log-sum-exp":
+    if _role_of_exponential(op, audit) == "log-sum-exp":
         message = f"log-sum-exp in {dtype.name}: log-probabilities have {_PRECISION[dtype.name]}."
         audit.add(LOSS_16BIT, op, message, _origins.fix_operation(op))
 
@@ -125,48 +123,21 @@ def check_results(audit: _auditor.Auditor, traced: _trace.Traced) -> Iterable[_r
             yield LOSS_16BIT.finding(message, _origins.fix_operation(op), op)
 
 
-def _role_of_exponential(op: _checks.OpOccurrence) -> str:
+def _role_of_exponential(op: _checks.OpOccurrence, audit: _auditor.Auditor) -> str:
     """Returns "softmax" or "log-sum-exp" for an operation that is a part of one, or ""."""
     if op.is_backward:
         return ""
     if op.name in ("exp", "exp2"):
-        readers = _reads(op.equation, op.body, _checks.LAYOUT | _WEIGHTS)
+        readers = reads(op.equation, op.body, _checks.LAYOUT | _WEIGHTS)
         # The backward pass also sums what was broadcast.
         sums = [e for e in readers if e.primitive.name in _SUMS and _origins.is_forward(e)]
-        after = (e.primitive.name for total in sums for e in _reads(total, op.body))
+        after = (e.primitive.name for total in sums for e in reads(total, op.body))
         if "log" in after:
             return "log-sum-exp"
-        return "softmax" if any(_is_divided(total, op) for total in sums) else ""
+        # Attention in blocks divides by a carry of its loop.
+        is_divided = any(_programs.Use.MAGNIFIED in audit.use_of(e.outvars[0]) for e in sums)
+        return "softmax" if is_divided else ""
     return "log-sum-exp" if op.name == "log" and _follows_sum_of_exp(op) else ""
-
-
-def _is_divided(total: _programs.Equation, op: _checks.OpOccurrence) -> bool:
-    """Returns True for a sum by which the program may divide, as a softmax does.
-
-    Attention in blocks divides by a carry of its loop.
-    """
-    waiting = [(var, op) for var in total.outvars]
-    seen: set[_programs.Atom] = set()
-    # A policy casts by a function with a derivative of its own.
-    calls = _programs.CALLS | _programs.CUSTOM_DERIVATIVES
-    while waiting:
-        var, within = waiting.pop()
-        if var in seen:
-            continue
-        seen.add(var)
-        is_returned = None in within.body.consumers.get(var, ())
-        if is_returned and within.outer is not None and within.outer.name not in _programs.CALLS:
-            return True
-        for reader, place in _origins.readers_of(var, within):
-            name, inside = reader.primitive.name, list(_programs.sub_jaxprs(reader))
-            names = {name}.union(*map(_programs.primitives, inside))
-            is_numerator = name == "div" and var is reader.invars[0]
-            is_divisor = bool(names & _DIVIDES) and not is_numerator
-            if is_divisor or (inside and name not in calls):
-                return True
-            if name in calls | _KEEPS_SUM:
-                waiting += [(result, place) for result in reader.outvars]
-    return False
 
 
 _PRECISION = {
@@ -203,7 +174,7 @@ def check_root(op: _checks.OpOccurrence, audit: _auditor.Auditor) -> None:
         _report_norm(op, dtype, audit)
 
 
-@NORM_16BIT.on_result("dot_general")
+@NORM_16BIT.on_operation("dot_general")
 def check_power_iteration(op: _checks.OpOccurrence, audit: _auditor.Auditor) -> None:
     """Reports a product of a power iteration in 16 bits."""
     dtype = _checks.half_of(op.operands)
@@ -213,9 +184,11 @@ def check_power_iteration(op: _checks.OpOccurrence, audit: _auditor.Auditor) -> 
         audit.add(NORM_16BIT, op, message, _origins.fix_operation(op) or _FIX_POWER)
 
 
-def _is_square(equation: _programs.Equation) -> bool:
+def is_square(equation: _programs.Equation) -> bool:
+    """Returns True for a square or a higher power of a value, and for its product with itself."""
     name, operands = equation.primitive.name, equation.invars
-    return name in _SQUARES or (name == "mul" and operands[0] is operands[1])
+    is_product = name == "mul" and operands[0] is operands[1]
+    return name == "square" or _programs.exponent_of(equation) > 1 or is_product
 
 
 class OnePass(_labels.ConditionalFinding):
@@ -230,7 +203,7 @@ def label_variance(op: _checks.OpOccurrence, audit: _auditor.Auditor) -> OnePass
     if not op.is_forward:
         return None
     lhs, rhs = (list(made_of(var, op.body, _NEAR | _SQUARES)) for var in op.operands)
-    is_one_pass = any(map(_is_square, rhs))
+    is_one_pass = any(map(is_square, rhs))
     is_one_pass &= any(map(_contains_sum, lhs)) and any(map(_contains_sum, rhs))
     dtype = _checks.half_of(var for e in (op.equation, *lhs, *rhs) for var in e.outvars)
     if not is_one_pass or dtype is None:
@@ -253,10 +226,9 @@ def is_sum(op: _checks.OpOccurrence) -> bool:
 
 def _contains_sum(equation: _programs.Equation) -> bool:
     """Returns True for a sum, and for a call, such as that of `jnp.var`, that contains one."""
-    inside = (
-        inner for jaxpr in _programs.sub_jaxprs(equation) for inner in _programs.equations(jaxpr)
+    return any(
+        each.primitive.name in _SUMS for each in (equation, *_origins.equations_inside(equation))
     )
-    return any(other.primitive.name in _SUMS for other in (equation, *inside))
 
 
 def _report_norm(op: _checks.OpOccurrence, dtype: np.dtype, audit: _auditor.Auditor) -> None:
@@ -301,7 +273,7 @@ def check_exponential(
         return _report_forward_use(ForwardUse(op, message, fix, _checks.WARNING), audit)
     # An argument that is rounded before its sine is a finding of its own.
     rounded = audit.flow.labels(_labels.RoundedInput, op.operands[0])
-    if _role_of_exponential(op) or (rounded and op.name in _checks.PERIODIC):
+    if _role_of_exponential(op, audit) or (rounded and op.name in _checks.PERIODIC):
         return None
     keep = keep_parameter(op, audit)
     if not keep and (op.caller in _BOUNDED or _is_bounded(op.equation, op.body)):
@@ -349,7 +321,7 @@ def label_parameter(op: _checks.OpOccurrence, audit: _auditor.Auditor) -> Rounde
 @EXP_16BIT.on_operation("exp", "exp2", "expm1")
 def check_parameter(op: _checks.OpOccurrence, audit: _auditor.Auditor) -> None:
     """Reports an exponential in FP32 of a rounded parameter, such as a softplus, but no softmax."""
-    if _checks.half_of(op.operands) is None and not _role_of_exponential(op):
+    if _checks.half_of(op.operands) is None and not _role_of_exponential(op, audit):
         harm = f" before its {op.name} at {op.where}, which magnifies the rounding"
         audit.report(RoundedParameter, op.operands, harm)
 
@@ -420,7 +392,7 @@ def counts_largest(op: _checks.OpOccurrence) -> bool:
 # ---------------------------------------------------------------------------
 
 
-def _reads(
+def reads(
     equation: _programs.Equation,
     body: _programs.Body,
     through: frozenset[str] = _checks.LAYOUT,

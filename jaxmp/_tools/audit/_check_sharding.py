@@ -12,7 +12,7 @@ from jaxmp import _core, _programs
 from jaxmp._tools.audit import _auditor, _checks, _dataflow, _hlo_collectives, _labels, _trace
 from jaxmp._tools.audit._check_compiled import CompiledProgram, finding, requires_16_bits
 from jaxmp._tools.audit._check_ops import is_sum
-from jaxmp._tools.audit._origins import fix_expression, fix_origins
+from jaxmp._tools.audit._origins import fix_expression, fix_origins, through_calls
 from jaxmp._tools.audit._rows import CollectiveRow, Finding
 from jaxmp._tools.fixes import _rewrite
 from jaxmp._tools.report import _section
@@ -40,7 +40,7 @@ Gather in 16 bits, and sum the gradient in FP32:
     gather.defvjp(lambda w: (gather(w), None), gather_bwd)"""
 
 
-@ALL_REDUCE_16BIT.on_result("psum", "psum_invariant", "reduce_scatter")
+@ALL_REDUCE_16BIT.on_operation("psum", "psum_invariant", "reduce_scatter")
 def label_reductions(op: _checks.OpOccurrence, audit: _auditor.Auditor) -> None:
     """Labels a sum over devices in 16 bits."""
     for operand, result in zip(op.operands, op.equation.outvars, strict=True):
@@ -149,8 +149,7 @@ def _split_of(constraint: Constraint, audit: _auditor.Auditor) -> PartitionSpec 
     for number in constraint.arguments:
         spec = getattr(getattr(arrays[number], "sharding", None), "spec", None)
         if spec is not None and arrays[number].shape == shape:
-            kept = _hlo_collectives.axis_names(getattr(result, "spec", ()))
-            return None if _hlo_collectives.axis_names(spec) <= kept else spec
+            return None if _axes_of(arrays[number].sharding) <= _axes_of(result) else spec
     return None
 
 
@@ -313,10 +312,10 @@ def check_gathers(program: CompiledProgram, audit: _auditor.Auditor) -> Iterator
 
 
 @ACTIVATION_ALL_GATHER.on_compiled
-def check_activations(program: CompiledProgram, _: _auditor.Auditor) -> Iterator[Finding]:
+def check_activations(program: CompiledProgram, audit: _auditor.Auditor) -> Iterator[Finding]:
     """Reports activations that devices gather where they could gather weights."""
     activations = _large(program, _hlo_collectives.ACTIVATION, "all-gather")
-    axes = program.fsdp_axes
+    axes = _fsdp_axes(program, audit)
     rows = [row for row in activations if row.in_matmul and not axes.isdisjoint(row.axes)]
     weights = _large(program, _hlo_collectives.WEIGHT, "all-gather")
     if _bytes(rows) > _FEW * _bytes(weights):
@@ -349,7 +348,7 @@ class _MicrobatchLoop(NamedTuple):
     length: int | None
 
 
-@REDUCTION_PER_MICROBATCH.on_result(*_programs.LOOPS)
+@REDUCTION_PER_MICROBATCH.on_operation(*_programs.LOOPS)
 def collect_loops(op: _checks.OpOccurrence, audit: _auditor.Auditor) -> None:
     """Collects the loops over microbatches; a loop over training steps updates its arguments."""
     if op.location.differentiated or not op.is_forward:
@@ -374,12 +373,36 @@ def check_microbatches(program: CompiledProgram, audit: _auditor.Auditor) -> Ite
         message += " each of them."
         axis = rows[0].axes[0]
         fix = _FIX_MICROBATCHES.format(length=length or "k", axis=axis)
-        if axis in program.fsdp_axes:
+        if axis in _fsdp_axes(program, audit):
             weights = _large(program, _hlo_collectives.WEIGHT, at_least=0)
             fix += _CALL_WITH_SPLIT.format(dtype=_half_dtype(weights))
         else:
             fix += _CALL_WITH_WHOLE
         yield _whole(REDUCTION_PER_MICROBATCH, rows, message, fix)
+
+
+def _fsdp_axes(program: CompiledProgram, audit: _auditor.Auditor) -> set[str]:
+    """Returns the mesh axes that split both parameters and the first dimension of the batch."""
+    traced = audit.collected[_trace.Traced][-1]
+    of_weights, of_batch, batch = set[str](), set[str](), set[_programs.Atom]()
+    weights = traced.may_be_weights()
+    rows = zip(traced.variables, program.compiled.shardings, weights, strict=True)
+    for var, sharding, is_weight in rows:
+        if is_weight:
+            of_weights |= _axes_of(sharding)
+        else:
+            of_batch |= _axes_of(sharding, 1)
+            batch.add(var)
+    # The program may constrain the rows of its batch.
+    for op, _ in audit.collected[Constraint]:
+        if through_calls(op.operands[0], op)[0] in batch:
+            of_batch |= _axes_of(_programs.sharding_of_result(op.equation), 1)
+    return of_weights & of_batch
+
+
+def _axes_of(sharding: object, dimensions: int | None = None) -> set[str]:
+    """Returns the mesh axes that split the first dimensions of an array; None: all of them."""
+    return _hlo_collectives.axis_names(getattr(sharding, "spec", ())[:dimensions])
 
 
 def _half_dtype(rows: Iterable[CollectiveRow]) -> str:

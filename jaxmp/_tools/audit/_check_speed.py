@@ -56,7 +56,7 @@ Note = tuple[Check, str, list[tuple[int, Instruction]]]
 @SPLIT_ATTENTION.on_compiled
 def note_copies(program: CompiledProgram, _: Auditor) -> Iterator[Finding]:
     """Reports the largest avoidable copies of a program for a GPU, the largest first."""
-    hlo, chip = program.rows.origins.program, program.chip
+    hlo, chip = program.rows.origins.program, program.compiled.chip
     run = list(kernels(hlo)) if chip.platform == "gpu" else []
     total = sum(step.times * accessed(hlo, step) for step in run)
     free = chip.usable - program.rows.memory.required

@@ -274,7 +274,7 @@ class _Step:
         return not is_read and update.has_gradient and not self.is_average(update)
 
     def findings(
-        self, check: _checks.Check, updates: list[Update], text: str, fix: str, **fields: Any
+        self, check: _checks.Check, updates: list[Update], text: str, fix: str = "", **fields: Any
     ) -> Iterator[Finding]:
         """Yields one finding for each dtype of some updated arguments.
 
@@ -282,13 +282,13 @@ class _Step:
           check: the check.
           updates: one of each argument.
           text: the predicate of the message, with the names of `_TEXTS` in braces.
-          fix: the remedy, with the same names.
+          fix: the remedy, with the same names; "" for code that makes the first one in FP32.
           **fields: other fields of the finding.
         """
         for dtype in sorted({self.dtypes[update.number].name for update in updates}):
             own = [update for update in updates if self.dtypes[update.number].name == dtype]
             message = f"arguments in {dtype}, such as {self.locations[own[0].number]}, {text}."
-            texts = _fill(message, dtype), _fill(fix, dtype)
+            texts = _fill(message, dtype), _fill(fix or self.fix(updates[0]), dtype)
             yield check.finding(*texts, own[0].op, count=len(own), **fields)
 
     def fix(self, update: Update, wide: str = "float32") -> str:
@@ -325,10 +325,8 @@ def _fill(text: str, dtype: str) -> str:
 
 def is_compensated(addition: _programs.Equation, body: _programs.Body) -> bool:
     """Returns True for a Kahan sum, from which its operand is subtracted: the rest is kept."""
-    total, operands = (
-        addition.outvars[0],
-        {v for v in addition.invars if not _programs.is_literal(v)},
-    )
+    (total,) = addition.outvars
+    operands = {v for v in addition.invars if not _programs.is_literal(v)}
     differences = (e.invars for e in body.readers(total) if e.primitive.name == "sub")
     return any(total in pair and not operands.isdisjoint(pair) for pair in differences)
 
@@ -397,8 +395,7 @@ def check_accumulators(audit: _auditor.Auditor, traced: Traced) -> Iterator[Find
     sums = [u for u in updates if step.is_gradient_sum(u) and u.factor == _dataflow.PLUS]
     sums = [update for update in sums if not step.in_optimizer[update.number]]
     text = "accumulate gradients: a sum of ones stops at {limit}"
-    if sums:
-        yield from step.findings(_check_ops.ACCUMULATOR_16BIT, sums, text, step.fix(sums[0]))
+    yield from step.findings(_check_ops.ACCUMULATOR_16BIT, sums, text)
     averages = list(filter(step.is_average, updates))
     text = "average parameters: changes below {least} of a value are rounded away"
     yield from step.findings(_check_ops.ACCUMULATOR_16BIT, averages, text, _FIX_AVERAGE)
@@ -409,8 +406,7 @@ def _check_moments(step: _Step) -> Iterator[Finding]:
     moments = list(filter(step.is_gradient_sum, step.updates_16bit()))
     moments = [u for u in moments if u.factor in (_dataflow.LARGE, _dataflow.UNKNOWN)]
     text = "average gradients: small updates are rounded away"
-    if moments:
-        yield from step.findings(OPTIMIZER_STATE_16BIT, moments, text, step.fix(moments[0]))
+    yield from step.findings(OPTIMIZER_STATE_16BIT, moments, text)
 
 
 @MISSING_LOSS_SCALE.on_program

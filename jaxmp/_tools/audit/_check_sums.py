@@ -70,7 +70,7 @@ def check_sum(op: OpOccurrence, dtype: np.dtype, audit: Auditor) -> None:
         audit.add(_check_ops.REDUCTION_16BIT, op, message, fix, severity=_checks.WARNING)
 
 
-@_check_ops.REDUCTION_16BIT.on_result(*_programs.LOOPS)
+@_check_ops.REDUCTION_16BIT.on_operation(*_programs.LOOPS)
 def check_loop(op: OpOccurrence, audit: Auditor) -> None:
     """Reports a loop that adds to a 16-bit carry what does not depend on that carry.
 
@@ -82,7 +82,7 @@ def check_loop(op: OpOccurrence, audit: Auditor) -> None:
             _report_carry(op, carry, linear.addition, audit)
 
 
-@_check_ops.ACCUMULATOR_16BIT.on_result("add", "add_any")
+@_check_ops.ACCUMULATOR_16BIT.on_operation("add", "add_any")
 def check_terms(op: OpOccurrence, audit: Auditor) -> None:
     """Reports a sum of three or more 16-bit gradients without a loop."""
     terms = audit.flow.labels(_dataflow.Terms, op.result) if _is_after_gradient(op) else ()
@@ -111,7 +111,7 @@ def _report_carry(
 ) -> None:
     dtype, loop = _checks.dtype_of(carry), op.loop
     inner = op.in_body(addition)
-    fix = fix_carry(op, carry, inner, audit)
+    fix = fix_carry(op, carry, inner)
     if _is_after_gradient(op) and _dataflow.GRADIENT in audit.flow.of(addition.outvars[0]):
         message = f"a loop accumulates gradients in {dtype.name}."
         audit.add(_check_ops.ACCUMULATOR_16BIT, inner, message, fix)
@@ -127,16 +127,13 @@ def _report_carry(
     audit.add(_check_ops.REDUCTION_16BIT, inner, message, fix)
 
 
-def fix_carry(
-    loop: OpOccurrence, carry: _programs.Atom, addition: OpOccurrence, audit: Auditor
-) -> str:
+def fix_carry(loop: OpOccurrence, carry: _programs.Atom, addition: OpOccurrence) -> str:
     """Returns the fix of a 16-bit carry: its first value and its summands in FP32.
 
     Args:
       loop: a scan or while.
       carry: the parameter of its body.
       addition: the operation in the body that adds to it.
-      audit: for the lines of the source.
 
     Returns:
       Sentences and code, or words alone if the code of the first value is not known, because it is
@@ -147,9 +144,7 @@ def fix_carry(
         f"Cast the first value of the carry to FP32 before the loop at {where}, which is"
         f" {carry.aval.str_short()}, add in FP32, and cast the result after the loop."
     )
-    inside = addition.body.jaxpr
-    first = loop.equation.invars[len(loop.equation.invars) - len(inside.invars) :]
-    start = first[inside.invars.index(carry)]
+    start = loop.loop.operands[loop.loop.jaxpr.invars.index(carry)]
     made = loop.made_by(start, _checks.LAYOUT - {"broadcast_in_dim"})
     code = "" if made is None else _rewrite.in_fp32(made.expression)
     if made is None or not code:
@@ -206,7 +201,7 @@ class _Linear(NamedTuple):
     addition: _programs.Equation | None = None
 
 
-@_check_ops.ACCUMULATOR_16BIT.on_result(*_programs.LOOPS)
+@_check_ops.ACCUMULATOR_16BIT.on_operation(*_programs.LOOPS)
 def check_recurrence(op: OpOccurrence, audit: Auditor) -> None:
     """Reports a 16-bit carry that is scaled and added to in each step.
 
@@ -216,7 +211,7 @@ def check_recurrence(op: OpOccurrence, audit: Auditor) -> None:
     """
     for carry, linear in _linear_carries(op, False) if op.is_forward else ():
         if linear.is_scaled:
-            _report_recurrence(op, carry, linear, op.loop, audit)
+            _report_recurrence(op, carry, linear, audit)
 
 
 def _linear_carries(
@@ -273,9 +268,9 @@ def _linear_after(equation: _programs.Equation, facts: list[Any]) -> _Linear | L
 
 
 def _report_recurrence(
-    op: OpOccurrence, carry: _programs.Atom, linear: _Linear, loop: _programs.Inner, audit: Auditor
+    op: OpOccurrence, carry: _programs.Atom, linear: _Linear, audit: Auditor
 ) -> None:
-    dtype, length, factor = _checks.dtype_of(carry).name, loop.length, linear.factor
+    dtype, length, factor = _checks.dtype_of(carry).name, op.loop.length, linear.factor
     terms = length or 2**31
     if factor is not None and abs(factor) < 1:
         terms = min(terms, 1 / (1 - abs(factor)))
@@ -286,11 +281,11 @@ def _report_recurrence(
     message = f"a loop{steps} updates a decayed sum{decay} in {dtype}: small summands are rounded"
     assert linear.addition is not None
     inner = op.in_body(linear.addition)
-    fix = fix_carry(op, carry, inner, audit)
+    fix = fix_carry(op, carry, inner)
     audit.add(_check_ops.ACCUMULATOR_16BIT, inner, f"{message} away.", fix)
 
 
-@_check_ops.ACCUMULATOR_16BIT.on_result(*_programs.LOOPS)
+@_check_ops.ACCUMULATOR_16BIT.on_operation(*_programs.LOOPS)
 def check_small_steps(op: OpOccurrence, audit: Auditor) -> None:
     """Reports a 16-bit carry to which a loop adds small multiples of functions of that carry.
 
@@ -393,7 +388,7 @@ class ChangedCopy(_labels.ConditionalFinding):
     survives = StateCopy.survives | _CHANGES
 
 
-@_check_state.MISSING_MASTER.on_result("convert_element_type")
+@_check_state.MISSING_MASTER.on_operation("convert_element_type")
 def label_copy(op: OpOccurrence, audit: Auditor) -> None:
     """Labels the cast of an updated FP32 argument to 16 bits."""
     (operand,) = op.operands

@@ -66,12 +66,12 @@ class Check:
         return Finding(check=self.id, message=message, fix=fix or self.fix, **fields)
 
     def on_operation(self, *primitives: str) -> Callable[[Function], Function]:
-        """Registers a function `(op, audit) -> label or None` for some primitives."""
-        return _registration([ON_OPERATION[name] for name in primitives])
+        """Registers a function `(op, audit) -> label or None` for some primitives.
 
-    def on_result(self, *primitives: str) -> Callable[[Function], Function]:
-        """Registers a function `(op, audit) -> None` for some primitives."""
-        return _registration([ON_RESULT[name] for name in primitives])
+        Its operands and results already have their other labels, and the operations inside of it
+        were visited.
+        """
+        return _registration([ON_OPERATION[name] for name in primitives])
 
     def on_16_bits(self, function: Function) -> Function:
         """Registers a function `(op, dtype, audit) -> label or None`."""
@@ -96,7 +96,6 @@ CHECKS: dict[str, Check] = {}
 
 # Primitive -> functions.
 ON_OPERATION: defaultdict[str, list[Callable[..., Any]]] = defaultdict(list)
-ON_RESULT: defaultdict[str, list[Callable[..., Any]]] = defaultdict(list)
 ON_16_BITS: list[Callable[..., Any]] = []
 ON_MATMUL: list[Callable[..., Any]] = []
 ON_PROGRAM: list[Callable[..., Any]] = []
@@ -118,9 +117,8 @@ class PendingFinding:
 
     check: Check
     severity: str
-    names: _programs.Path
-    primitive: str
-    line: tuple[str, int]
+    # The first of its operations.
+    op: OpOccurrence
     message: str
     fix: str
     count: int = 0
@@ -177,12 +175,11 @@ class PendingFindings:
           The finding that the operation is counted in.
         """
         severity = severity or check.severity
-        line, is_after = op.line, self._is_after_gradient(op)
-        key = check.id, severity, op.location.names, line, is_after
+        is_after = self._is_after_gradient(op)
+        key = check.id, severity, op.location.names, op.line, is_after
         finding = self._by_key.get(key)
         if finding is None:
-            fix, names = fix or check.fix, op.location.names
-            finding = PendingFinding(check, severity, names, op.name, line, message, fix)
+            finding = PendingFinding(check, severity, op, message, fix or check.fix)
             self._by_key[key] = finding
         elif fix and fix not in finding.fix and op.is_forward:
             # Another expression of the line.

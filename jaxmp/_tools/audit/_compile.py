@@ -158,11 +158,7 @@ def compile_for(
     move = _Move(mesh, devices)
     asked, donated = asked_by(traced.jaxpr)
     shapes = [move.shape(array, asked.get(n)) for n, array in enumerate(traced.arrays)]
-    closed = (
-        traced.closed
-        if mesh is None
-        else _programs.with_parameters(_in_jit(traced), move.parameter)
-    )
+    closed = traced.closed if mesh is None else _in_jit(traced, move)
     run = jax.extend.core.jaxpr_as_fun(closed)
     options = None if real or chip.platform == "tpu" else _WITHOUT_GPU
     platform = "cuda" if chip.platform == "gpu" else chip.platform
@@ -193,14 +189,14 @@ def _reason(text: str) -> str:
     return text if raised is None else raised[1]
 
 
-def _in_jit(traced: Traced) -> Any:
-    """Returns the program as one call of a jitted function.
+def _in_jit(traced: Traced, move: _Move) -> Any:
+    """Returns the program with new devices, as one call of a jitted function.
 
     Each equation in the body of a `shard_map` contains the mesh that it was traced for. JAX lowers
     the body of a `jit` without tracing it again.
     """
     run = jax.jit(jax.extend.core.jaxpr_as_fun(traced.closed), inline=False)
-    return jax.make_jaxpr(run)(*traced.arrays)
+    return _programs.with_parameters(jax.make_jaxpr(run)(*traced.arrays), move.parameter)
 
 
 # ---------------------------------------------------------------------------

@@ -17,16 +17,12 @@ from typing import Any, NamedTuple
 # Shapes
 # ---------------------------------------------------------------------------
 
-_NAMES = {
-    "f64": "float64",
-    "f32": "float32",
-    "f16": "float16",
-    "bf16": "bfloat16",
-    "pred": "bool",
-}
+# XLA's names of the types of numbers -> NumPy's.
+_KINDS = {"f": "float", "bf": "bfloat", "s": "int", "u": "uint", "c": "complex"}
+# Type, bits, and the exponent and mantissa of formats with few bits, as in f8e4m3fn.
+_TYPE = re.compile(r"([a-z]+)(\d+)(\w*)")
 # `S(1)` in a layout is the vector memory of a TPU.
 _SHAPE = re.compile(r"\b([a-z]+\d*\w*)\[([^\]]*)\](\{[^}]*S\(1\)\})?")
-_BITS = re.compile(r"(\d+)")
 
 
 class Shape(NamedTuple):
@@ -39,12 +35,11 @@ class Shape(NamedTuple):
     @property
     def dtype(self) -> str:
         """NumPy's name of the dtype, such as `bfloat16`, `float8_e4m3fn` or `int32`."""
-        if self.type.startswith(("f8", "f4", "f6")):
-            return f"float{self.type[1]}_{self.type[2:]}"
-        if self.type in _NAMES:
-            return _NAMES[self.type]
-        kinds = {"s": "int", "u": "uint", "c": "complex"}
-        return kinds.get(self.type[0], self.type[0]) + self.type[1:]
+        match = _TYPE.match(self.type)
+        if match is None:
+            return "bool" if self.type == "pred" else self.type
+        kind, bits, form = match.groups()
+        return "_".join(filter(None, (_KINDS.get(kind, kind) + bits, form)))
 
     @property
     def is_float(self) -> bool:
@@ -59,8 +54,8 @@ class Shape(NamedTuple):
         """Size in memory; 4-bit types are packed."""
         if self.type == "pred":
             return self.elements
-        match = _BITS.search(self.type)
-        return -(-self.elements * int(match[1]) // 8) if match else 0
+        match = _TYPE.match(self.type)
+        return -(-self.elements * int(match[2]) // 8) if match else 0
 
 
 def _shapes(text: str) -> tuple[Shape, ...]:

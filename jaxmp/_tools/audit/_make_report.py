@@ -21,7 +21,6 @@ from jaxmp._tools.audit._check_matmuls import (
     MISALIGNED_MATMUL,
 )
 from jaxmp._tools.audit._check_ops import LOSS_16BIT
-from jaxmp._tools.audit._hlo_collectives import axis_names
 from jaxmp._tools.audit._report import AuditReport
 from jaxmp._tools.audit._rows import SEVERITIES, Finding, MatmulRow, merged
 from jaxmp._tools.audit._trace import Traced
@@ -50,8 +49,8 @@ def checked_findings(auditor: _auditor.Auditor, traced: Traced) -> list[_checks.
     _note_matmuls(auditor, sources)
     dropped = {id(f): f for f in suspects if not sources.isdisjoint(f.after_gradient)}
     for finding in (f for f in dropped.values() if not f.flops):
-        where = _source.text_of(*finding.line)
-        auditor.notes[f"{finding.check.id} at {where} is not reported in the optimizer"] = None
+        note = f"{finding.check.id} at {finding.op.where} is not reported in the optimizer"
+        auditor.notes[note] = None
     return [finding for finding in pending if id(finding) not in dropped]
 
 
@@ -132,9 +131,8 @@ def make_report(
         compilation = _hlo_stats.read_program(compiled, names, auditor.root, *flags)
         lines = auditor.fp8.items()
         fp8 = {(module_of(names), phase, *line): dtype for (names, phase, line), dtype in lines}
-        axes = _fsdp_axes(compiled, traced)
         program = _check_compiled.CompiledProgram(
-            compilation, tuple(findings), fp8, axes, compiled.chip, traced.nnx_count
+            compilation, tuple(findings), fp8, compiled, traced.nnx_count
         )
         findings += [f for function in _checks.ON_COMPILED for f in function(program, auditor)]
         rows = compilation._asdict() | {"gpu": _gpu_text(compiled)}
@@ -268,34 +266,6 @@ def lacking_format(chip: _core.Target, recipe: _load.RecipeData) -> str:
     return f"{text}; this one fits: jaxmp.load_recipe({fitting!r})"
 
 
-def _fsdp_axes(compiled: _compile.Compiled, traced: Traced) -> frozenset[str]:
-    """Returns the mesh axes that split both parameters and the first dimension of the batch."""
-    of_weights, batch, are_weights = set[str](), _BatchAxes(), traced.may_be_weights()
-    for sharding, is_weight in zip(compiled.shardings, are_weights, strict=True):
-        spec = getattr(sharding, "spec", ())
-        if is_weight:
-            of_weights |= axis_names(spec)
-        else:
-            batch.found |= axis_names(spec[:1])
-    batch.run(traced.jaxpr, [not is_weight for is_weight in are_weights])
-    return frozenset(of_weights & batch.found)
-
-
-class _BatchAxes(_programs.Forward):
-    """Finds the mesh axes to which a program constrains the rows of its batch."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.found: set[str] = set()
-
-    def equation(self, equation: JaxprEqn, operands: list[Any], frame: Frame) -> list[Any]:
-        if any(operands) and equation.primitive.name == "sharding_constraint":
-            spec = getattr(_programs.sharding_of_result(equation), "spec", ())
-            self.found |= axis_names(spec[:1])
-        is_call = equation.primitive.name in _programs.CALLS
-        return self.enter(equation, operands, frame) if is_call else [None] * len(equation.outvars)
-
-
 def _gpu_text(compiled: _compile.Compiled) -> str:
     gpus = f"{compiled.devices} x {compiled.gpu}" if compiled.devices > 1 else compiled.gpu
     missing = f"{gpus} (no such {compiled.chip.platform.upper()} on this machine)"
@@ -323,10 +293,10 @@ def _final_findings(auditor: _auditor.Auditor, traced: Traced) -> list[Finding]:
             severity = _checks.ERROR
         elif _is_minor(item, total) or (item.check is FP32_MATMUL and are_few):
             severity = _checks.WARNING
-        fields = {name: getattr(item, name) for name in ("primitive", "count", "flops")}
-        module, (file, line) = _programs.module_of(item.names, auditor.root), item.line
-        fields |= {"severity": severity, "module": module, "file": file, "line": line}
-        finding = item.check.finding(item.message, item.fix, **fields)
+        module = _programs.module_of(item.op.location.names, auditor.root)
+        fields = {"primitive": item.op.name, "count": item.count, "flops": item.flops}
+        fields |= {"severity": severity, "module": module}
+        finding = item.check.finding(item.message, item.fix, item.op, **fields)
         key = finding.check, finding.severity, finding.module, finding.file, finding.line
         if key in merged:
             count, flops = merged[key].count + finding.count, merged[key].flops + finding.flops

@@ -32,6 +32,8 @@ _LOGS = _checks.named("log log1p log2")
 SUMS = _ELEMENTWISE | _checks.named("reduce_sum")
 # Functions whose results are probabilities, of which a difference cancels.
 _PROBABILITIES = ("softmax", "sigmoid")
+# A variable, and an operation of the jaxpr that contains it.
+_Value = tuple[_programs.Atom, OpOccurrence]
 # If 16 bits enter at more lines, the fix casts the operand alone.
 _MAX_ORIGINS = 4
 
@@ -319,17 +321,9 @@ def _is_read_exactly(op: OpOccurrence, function: str) -> bool:
     A cast of the result to 16 bits would round what these magnify.
     """
     exact = _LOGS | _checks.named("sub") if function.endswith(_PROBABILITIES) else _LOGS
-    site, waiting, names = (
-        _programs.call_site(op.equation),
-        [(v, op) for v in op.equation.outvars],
-        set(),
-    )
-    seen: set[_programs.Atom] = set()
-    while waiting:
-        var, within = waiting.pop()
-        if var in seen:
-            continue
-        seen.add(var)
+    site, waiting = _programs.call_site(op.equation), [(v, op) for v in op.equation.outvars]
+    names = set[str]()
+    for var, within in walked(waiting):
         for reader, inside in readers_of(var, within):
             name = reader.primitive.name
             if name in _programs.MATMULS:
@@ -414,22 +408,29 @@ def _rounded_by(op: OpOccurrence, through: frozenset[str] = _ELEMENTWISE) -> lis
     return origins
 
 
-def _makers(waiting: list[tuple[_programs.Atom, OpOccurrence]]) -> Iterator[OpOccurrence]:
-    """Yields the operations that make values, each once, while the caller adds further values.
+def walked(waiting: list[_Value]) -> Iterator[_Value]:
+    """Yields values other than literals, each once, while the caller adds further values.
 
     Args:
-      waiting: values, and an operation of the jaxpr that contains each of them.
+      waiting: values. Parameters of calls are replaced by their operands.
     """
     seen: set[_programs.Atom] = set()
     while waiting:
-        var, within = _through_calls(*waiting.pop())
-        maker = within.body.maker(var)
-        if maker is not None and var not in seen:
+        var, within = through_calls(*waiting.pop())
+        if not _programs.is_literal(var) and var not in seen:
             seen.add(var)
+            yield var, within
+
+
+def _makers(waiting: list[_Value]) -> Iterator[OpOccurrence]:
+    """Yields the operations that make values; see `walked`."""
+    for var, within in walked(waiting):
+        maker = within.body.maker(var)
+        if maker is not None:
             yield within.sibling(maker)
 
 
-def _through_calls(var: _programs.Atom, op: OpOccurrence) -> tuple[_programs.Atom, OpOccurrence]:
+def through_calls(var: _programs.Atom, op: OpOccurrence) -> _Value:
     """Returns the operand of a call such as `jnp.cumsum` in place of a parameter of its jaxpr."""
     while op.outer is not None and op.outer.name in _programs.CALLS:
         inner = _programs.inners(op.outer.equation)[0]
@@ -443,17 +444,13 @@ def _through_calls(var: _programs.Atom, op: OpOccurrence) -> tuple[_programs.Ato
 
 def is_constant(var: _programs.Atom, op: OpOccurrence) -> bool:
     """Returns True for a value that is computed from numbers and integers alone."""
-    waiting, seen = [(var, op)], set[_programs.Atom]()
-    while waiting:
-        var, within = _through_calls(*waiting.pop())
-        is_integer = getattr(_checks.dtype_of(var), "kind", "b") in "biu"
-        if _programs.is_literal(var) or is_integer or var in seen:
-            continue
-        seen.add(var)
-        maker = within.body.maker(var)
-        if maker is None:
-            return False
-        waiting += [(operand, within) for operand in maker.invars]
+    waiting = [(var, op)]
+    for value, within in walked(waiting):
+        if getattr(_checks.dtype_of(value), "kind", "b") not in "biu":
+            maker = within.body.maker(value)
+            if maker is None:
+                return False
+            waiting += [(operand, within) for operand in maker.invars]
     return True
 
 
@@ -465,11 +462,11 @@ def _halves(equation: _programs.Equation) -> list[_programs.Atom]:
 
 def _is_elementwise(equation: _programs.Equation, names: frozenset[str] = _ELEMENTWISE) -> bool:
     """Returns True for an elementwise operation, and for a call such as that of a sigmoid."""
-    inside = _inside(equation)
-    return all(e.primitive.name in names for e in inside or [equation])
+    return all(e.primitive.name in names for e in equations_inside(equation) or [equation])
 
 
-def _inside(equation: _programs.Equation) -> list[_programs.Equation]:
+def equations_inside(equation: _programs.Equation) -> list[_programs.Equation]:
+    """Returns the equations in a call, at any depth; none for another operation."""
     return [e for jaxpr in _programs.sub_jaxprs(equation) for e in _programs.equations(jaxpr)]
 
 
@@ -481,7 +478,7 @@ def _is_rounding(equation: _programs.Equation) -> bool:
     """
     if equation.primitive.name in _programs.CALLS:
         sizes = [getattr(v.aval, "size", 0) for v in (*equation.outvars, *equation.invars)]
-        return max(sizes) > sizes[0] and any(map(_is_rounding, _inside(equation)))
+        return max(sizes) > sizes[0] and any(map(_is_rounding, equations_inside(equation)))
     is_cast = equation.primitive.name == "convert_element_type"
     return is_cast and np.dtype(_checks.dtype_of(equation.invars[0])).itemsize == 4
 
