@@ -793,6 +793,11 @@ the carry of a loop takes the dtype of the loop body
 test_autocast.py::test_scans_keep_the_dtypes_of_their_carry
 """,
     "jaxmp/_programs/_interpreter.py": r"""
+while loops of a vmap change the elements that ended
+- if loop.test.out_avals[0].ndim:
++ if False:
+test_programs.py::test_side_results_leave_constructs
+
 while loops: only the last iteration is recorded
 - at = lax.min(n, jnp.int32(count - 1))
 + at = jnp.int32(count - 1)
@@ -897,6 +902,11 @@ an audit reads the first phase of a recipe for all
 test_phases.py::test_the_audit_reads_each_phase
 """,
     "jaxmp/_tools/audit/_auditor.py": r"""
+the audit reports the gradients of an outer product
+- (not op.is_backward or self.matmul_calls.get(call, True))
++ True
+test_autocast.py::test_an_outer_product_keeps_positions
+
 the audit is silent about an operation of a later JAX that contains a program
 - elif _programs.is_unknown(op.equation):
 + elif False:
