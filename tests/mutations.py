@@ -1230,6 +1230,12 @@ the fix of a carry does not reach its constants
 +     node = expression.copy()
 test_audit_fixes.py::test_fixes_of_operations_remove_the_rounding
 """,
+    "jaxmp/_tools/fixes/_source.py": r"""
+a fix names `jax.numpy` as jnp in every file
+- names = [name for name, module in imports.items() if module == "jax.numpy"]
++ names = []
+test_audit_fixes.py::test_a_fix_has_the_name_that_the_file_imports
+""",
     "jaxmp/_tools/fixes/_trial.py": r"""
 a fix that follows from another has no line
 - if code in where and not lines[n].startswith(("At ", "    ")):

@@ -860,3 +860,13 @@ def test_the_rule_for_a_layer_without_fp8_reaches_that_layer_alone():
     # The other layer of this name stays in FP8.
     assert after.matmul_flops == before.matmul_flops
     assert ("float8_e4m3fn", "float8_e4m3fn") in after.matmul_flops
+
+
+@pytest.mark.parametrize("line", ["import jax.numpy as np", "import jax", "from jax import nn"])
+def test_a_fix_has_the_name_that_the_file_imports(line, tmp_path):
+    source = f"{line}\nfrom jax.nn import softmax\nloss_fn = lambda x: softmax(x @ x.T)\n"
+    report = jaxmp.audit(load_module(source, tmp_path).loss_fn, jnp.ones((8, 8), jnp.bfloat16))
+    finding = next(f for f in report.errors if f.check == "softmax_16bit")
+    name = {"import jax.numpy as np": "np", "import jax": "jax.numpy"}.get(line, "jnp")
+    assert f"softmax((x @ x.T).astype({name}.float32))" in finding.fix
+    assert finding.trial == "works"
