@@ -1127,6 +1127,11 @@ each result of a barrier has the labels of all operands
 test_audit.py::test_a_barrier_of_two_arrays_mixes_no_labels
 """,
     "jaxmp/_tools/audit/_make_report.py": r"""
+the fix of a wide operand in words asks for FP32
+- remedy = "Cast the wide arrays that this line reads to 16 bits."
++ pass
+test_audit_fixes.py::test_a_rejected_fix_of_wide_operands_names_16_bits
+
 the report names bf16 for a GPU without bfloat16
 - "bf16" if "bfloat16" in chip.native else "fp16"
 + "bf16"

@@ -870,3 +870,11 @@ def test_a_fix_has_the_name_that_the_file_imports(line, tmp_path):
     name = {"import jax.numpy as np": "np", "import jax": "jax.numpy"}.get(line, "jnp")
     assert f"softmax((x @ x.T).astype({name}.float32))" in finding.fix
     assert finding.trial == "works"
+
+
+def test_a_rejected_fix_of_wide_operands_names_16_bits(tmp_path):
+    body = ["y = x + jnp.ones((8, 8))", "assert y.dtype == jnp.float32", "return y @ y"]
+    loss_fn = load_module(source_of(body), tmp_path).loss_fn
+    report = jaxmp.audit(loss_fn, jnp.ones((8, 8), jnp.bfloat16), recipe="bf16")
+    assert {f.check for f in report.errors} == {"fp32_matmul", "implicit_promotion"}
+    assert all(f.fix.startswith("Cast the wide arrays that this line") for f in report.errors)
