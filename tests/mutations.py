@@ -971,6 +971,11 @@ the audit does not see differences within a rounded result
 test_audit_plants.py::test_differences_within_a_rounded_result
 """,
     "jaxmp/_tools/audit/_check_matmuls.py": r"""
+the derivatives of a solver are reported
+- is_exact |= _SolverCall(_programs.call_site(op.equation)) in audit.collected[_SolverCall]
++ pass
+test_audit.py::test_a_solver_and_its_derivatives_are_fp32_by_design
+
 the audit reports matmuls that a rule wants in FP32
 -     elif allowed and _core.FLOAT32 not in allowed:
 +     elif allowed:

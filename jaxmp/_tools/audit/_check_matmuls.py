@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
@@ -254,6 +254,20 @@ class _Exact(NamedTuple):
     line: tuple[str, int]
 
 
+class _SolverCall(NamedTuple):
+    """Call of a matmul inside of a solver. The derivatives of the solver call it, too."""
+
+    site: Any
+
+
+@FP32_MATMUL.on_operation("custom_linear_solve", "call_hi_primitive")
+def collect_solver(op: OpOccurrence, audit: Auditor) -> None:
+    """Collects the matmuls of a linear solve or a root, which keep their dtype under autocast."""
+    inside = (_programs.equations(jaxpr) for jaxpr in _programs.sub_jaxprs(op.equation))
+    matmuls = (e for e in itertools.chain(*inside) if e.primitive.name in _programs.MATMULS)
+    audit.collected[_SolverCall] += {_SolverCall(_programs.call_site(e)) for e in matmuls}
+
+
 def _is_fp32_by_design(op: OpOccurrence, matmul: _programs.Matmul, audit: Auditor) -> bool:
     """Returns True for matmuls of attention, of a matrix that is factorized, and of its norm, of
     squared distances, and for those by which a loss selects values, such as log-probabilities.
@@ -265,6 +279,7 @@ def _is_fp32_by_design(op: OpOccurrence, matmul: _programs.Matmul, audit: Audito
     key, use = _Exact(op.location.names, op.line), audit.use_of(op.result)
     fp32 = _programs.Use.SOLVED | _programs.Use.CHAINED | _programs.Use.DISTANCE
     is_exact = bool(use & fp32) or _dataflow.is_of_power_iteration(op, use)
+    is_exact |= _SolverCall(_programs.call_site(op.equation)) in audit.collected[_SolverCall]
     if is_exact or _is_selection(op, use, audit):
         audit.collected[_Exact].append(key)
     return _checks.is_internal_matmul(op, matmul) or key in audit.collected[_Exact]
