@@ -309,7 +309,7 @@ class Interpreter:
         if count:
             rows = jax.tree.map(lambda row: lax.broadcast(row, (count,)), kept[0])
             kept = vary_as_here(rows), jnp.int32(0)
-        any_runs = lambda carry: test(carry[0]).any()
+        any_runs = lambda carry: runs.any() if (runs := test(carry[0])).ndim else runs
         results, (side, *_) = lax.while_loop(any_runs, step, (carry, kept))
         self._add(dict(zip(none, map(self.joined, side) if count else side, strict=True)))
         return results
