@@ -986,6 +986,11 @@ the audit reports the matmul that selects values of a loss
 test_audit_plants.py::test_a_loss_may_select_log_probabilities_in_fp32
 """,
     "jaxmp/_tools/audit/_check_ops.py": r"""
+the rule for a parameter of an exponential leaves it stored in 16 bits
+- dtypes = "p=f32," * is_stored + "c=f32"
++ dtypes = "c=f32"
+test_audit_fixes.py::test_parameters_that_enter_an_exponential_are_read_in_fp32
+
 a parameter that is rounded before its softplus is not found
 -     return RoundedParameter(op, message, fix) if fix
 +     return RoundedParameter(op, message, fix) if False

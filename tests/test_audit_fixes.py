@@ -542,12 +542,14 @@ class NnxDecay(nnx.Module):
 
 
 @pytest.mark.usefixtures("standard_promotion", "rank_promotion")
-@pytest.mark.parametrize("is_nnx", [False, True])
-def test_parameters_that_enter_an_exponential_are_read_in_fp32(is_nnx):
+@pytest.mark.parametrize(
+    ("is_nnx", "name"), [(False, "bf16"), (True, "bf16"), (False, "bf16_params")]
+)
+def test_parameters_that_enter_an_exponential_are_read_in_fp32(is_nnx, name):
     x = jnp.linspace(-1, 1, 256).reshape(8, 32)
 
     def rules_for(rules):
-        recipe = jaxmp.load_recipe(jaxmp.PolicyMap("bf16", rules))
+        recipe = jaxmp.load_recipe(jaxmp.PolicyMap(name, rules))
         if is_nnx:
             graph, params = nnx.split(recipe.wrap(NnxDecay(nnx.Rngs(0))))
             apply = lambda params: nnx.merge(graph, params)(x)
@@ -555,11 +557,12 @@ def test_parameters_that_enter_an_exponential_are_read_in_fp32(is_nnx):
             model = recipe.wrap(Decay())
             params, apply = model.init(jax.random.key(0), x), lambda params: model.apply(params, x)
         loss = lambda params: (apply(params) ** 2).mean()
-        report = jaxmp.audit(jax.grad(loss), params, recipe=recipe)
+        report = jaxmp.audit(jax.grad(loss), recipe.cast_params(params), recipe=recipe)
         fixes = "".join(error.fix for error in report.errors)
         return {ast.unparse(call) for call in calls_of(fixes)}
 
-    expected = {f"jaxmp.Rule('**:{name}', 'c=f32')" for name in ("step_bias", "log_rate")}
+    dtypes = "c=f32" if name == "bf16" else "p=f32,c=f32"
+    expected = {f"jaxmp.Rule('**:{path}', '{dtypes}')" for path in ("step_bias", "log_rate")}
     assert rules_for([]) >= expected and not any("logits" in rule for rule in rules_for([]))
     assert not rules_for([eval(rule) for rule in expected])
 
