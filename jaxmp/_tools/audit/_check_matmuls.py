@@ -248,16 +248,13 @@ def check_fp32(op: OpOccurrence, matmul: _programs.Matmul, flops: int, audit: Au
 
 
 class _Exact(NamedTuple):
-    """Scopes and line of a matmul that is FP32 by design, and of its gradients."""
+    """Scopes and line of a matmul that is FP32 by design, and of its gradients.
+
+    Of one inside of a solver, which the derivatives of the solver call, too: the call.
+    """
 
     names: Path
-    line: tuple[str, int]
-
-
-class _SolverCall(NamedTuple):
-    """Call of a matmul inside of a solver. The derivatives of the solver call it, too."""
-
-    site: Any
+    line: Any
 
 
 @FP32_MATMUL.on_operation("custom_linear_solve", "call_hi_primitive")
@@ -265,7 +262,7 @@ def collect_solver(op: OpOccurrence, audit: Auditor) -> None:
     """Collects the matmuls of a linear solve or a root, which keep their dtype under autocast."""
     inside = (_programs.equations(jaxpr) for jaxpr in _programs.sub_jaxprs(op.equation))
     matmuls = (e for e in itertools.chain(*inside) if e.primitive.name in _programs.MATMULS)
-    audit.collected[_SolverCall] += {_SolverCall(_programs.call_site(e)) for e in matmuls}
+    audit.collected[_Exact] += {_Exact((), _programs.call_site(e)) for e in matmuls}
 
 
 def _is_fp32_by_design(op: OpOccurrence, matmul: _programs.Matmul, audit: Auditor) -> bool:
@@ -279,7 +276,7 @@ def _is_fp32_by_design(op: OpOccurrence, matmul: _programs.Matmul, audit: Audito
     key, use = _Exact(op.location.names, op.line), audit.use_of(op.result)
     fp32 = _programs.Use.SOLVED | _programs.Use.CHAINED | _programs.Use.DISTANCE
     is_exact = bool(use & fp32) or _dataflow.is_of_power_iteration(op, use)
-    is_exact |= _SolverCall(_programs.call_site(op.equation)) in audit.collected[_SolverCall]
+    is_exact |= _Exact((), _programs.call_site(op.equation)) in audit.collected[_Exact]
     if is_exact or _is_selection(op, use, audit):
         audit.collected[_Exact].append(key)
     return _checks.is_internal_matmul(op, matmul) or key in audit.collected[_Exact]

@@ -20,14 +20,8 @@ from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, 
 from typing import NamedTuple
 
 from jaxmp._core import _compat
-from jaxmp._tools.fixes._source import (
-    IN_16_BITS,
-    Edit,
-    both,
-    codes_of,
-    with_inner,
-    with_names_of,
-)
+from jaxmp._tools.fixes import _source
+from jaxmp._tools.fixes._source import IN_16_BITS, Edit, both, codes_of, with_inner
 
 WORKS, FAILS, NOT_TRIED = "works", "fails", "not tried"
 # Traces with single fixes, if some of them fail together.
@@ -409,7 +403,7 @@ def _edited(lines: list[str], edits: list[Edit], free: set[str]) -> str:
         # Line breaks keep the numbers of the lines below.
         # A function whose closure lost a variable could not replace the live one.
         lost = sorted((_names(edit.old) & free) - _names(edit.code))
-        new = with_names_of(edit.file, edit.code, "__import__('jax').numpy")
+        new = _source.with_names_of(edit.file, edit.code, "__import__('jax').numpy")
         code = f"({new}, {', '.join(lost)})[False]" if lost else f"({new})"
         code = f"({code}{chr(10) * (last - first)})".encode()
         whole = encoded[first][: edit.start] + code + encoded[last][edit.end :]
