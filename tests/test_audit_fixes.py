@@ -835,6 +835,9 @@ def test_the_fix_of_a_backward_rule_names_the_operand():
     assert finding.check == "fp32_matmul"
     assert "`jax.custom_vjp`" in finding.fix and "cast float32[32,32] to 16 bits" in finding.fix
     assert "jaxmp.autocast" not in finding.fix
+    wide = jnp.ones((32, 32))
+    errors = jaxmp.audit(jax.grad(lambda x: product(x, x).sum()), wide, recipe="bf16").errors
+    assert errors and all("`jax.custom_vjp`" in error.fix for error in errors)
 
 
 def test_the_rule_for_a_layer_without_fp8_reaches_that_layer_alone():

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 
 from jaxmp import _core, _programs
+from jaxmp._core import _compat
 from jaxmp._programs import Atom, Equation, Path
 from jaxmp._tools.audit import _checks, _dataflow, _labels, _trace
 from jaxmp._tools.audit._auditor import Auditor
@@ -360,11 +361,13 @@ def _report_fp32(op: OpOccurrence, required: str, flops: int, audit: Auditor) ->
 
 
 def _fix_rule(op: OpOccurrence, audit: Auditor) -> str:
-    """Returns the fix of a matmul in a custom backward rule; "" for the derivative of another one.
+    """Returns the fix of a matmul of a `custom_vjp` function or its rules; "" for another one.
 
     The equations of such a rule have the line at which its function is called.
     """
-    if not op.is_backward or _programs.call_site(op.equation) in audit.matmul_calls:
+    is_rule = op.is_backward and _programs.call_site(op.equation) not in audit.matmul_calls
+    is_forward_rule = _compat.is_in_custom_vjp(op.equation.source_info) and not fix_casts(op)
+    if not (is_rule or is_forward_rule):
         return ""
     was_16_bits = lambda var: _labels.WAS_16_BITS in audit.flow.of(var)
     wide = min(op.operands[:2], key=was_16_bits).aval.str_short()
