@@ -523,6 +523,23 @@ def test_a_power_iteration_is_fp32_by_design(gradient):
     assert any("power iteration" in f.message for f in report.errors if f.check == "norm_16bit")
 
 
+def linear_solve(w, x):
+    multiply = lambda v: v + w @ v
+    return lax.custom_linear_solve(multiply, x, lambda f, b: 2 * b - f(b), symmetric=True)
+
+
+def root(w, x):
+    return lax.custom_root(lambda z: z - w @ z - x, x, lambda f, z: z - f(z), lambda f, y: y - f(y))
+
+
+@pytest.mark.parametrize("solve", [linear_solve, root])
+def test_a_solver_and_its_derivatives_are_fp32_by_design(solve):
+    w, x = shape(64, 64, dtype=jnp.float32), shape(64, dtype=jnp.float32)
+    loss = lambda w, x: jnp.sin(solve(w, x)).sum()
+    assert audit(jax.grad(jaxmp.autocast(loss, "bf16")), w, x, recipe=BF16).ok
+    assert jaxmp.explain(loss, "bf16")(w, x).autocast.rows
+
+
 def test_a_rounded_count_is_no_rounded_loss():
     def loss(w, x, mask):
         losses = (x @ w.astype(jnp.bfloat16)).astype(jnp.float32).mean(-1)

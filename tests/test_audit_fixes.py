@@ -542,12 +542,14 @@ class NnxDecay(nnx.Module):
 
 
 @pytest.mark.usefixtures("standard_promotion", "rank_promotion")
-@pytest.mark.parametrize("is_nnx", [False, True])
-def test_parameters_that_enter_an_exponential_are_read_in_fp32(is_nnx):
+@pytest.mark.parametrize(
+    ("is_nnx", "name"), [(False, "bf16"), (True, "bf16"), (False, "bf16_params")]
+)
+def test_parameters_that_enter_an_exponential_are_read_in_fp32(is_nnx, name):
     x = jnp.linspace(-1, 1, 256).reshape(8, 32)
 
     def rules_for(rules):
-        recipe = jaxmp.load_recipe(jaxmp.PolicyMap("bf16", rules))
+        recipe = jaxmp.load_recipe(jaxmp.PolicyMap(name, rules))
         if is_nnx:
             graph, params = nnx.split(recipe.wrap(NnxDecay(nnx.Rngs(0))))
             apply = lambda params: nnx.merge(graph, params)(x)
@@ -555,11 +557,12 @@ def test_parameters_that_enter_an_exponential_are_read_in_fp32(is_nnx):
             model = recipe.wrap(Decay())
             params, apply = model.init(jax.random.key(0), x), lambda params: model.apply(params, x)
         loss = lambda params: (apply(params) ** 2).mean()
-        report = jaxmp.audit(jax.grad(loss), params, recipe=recipe)
+        report = jaxmp.audit(jax.grad(loss), recipe.cast_params(params), recipe=recipe)
         fixes = "".join(error.fix for error in report.errors)
         return {ast.unparse(call) for call in calls_of(fixes)}
 
-    expected = {f"jaxmp.Rule('**:{name}', 'c=f32')" for name in ("step_bias", "log_rate")}
+    dtypes = "c=f32" if name == "bf16" else "p=f32,c=f32"
+    expected = {f"jaxmp.Rule('**:{path}', '{dtypes}')" for path in ("step_bias", "log_rate")}
     assert rules_for([]) >= expected and not any("logits" in rule for rule in rules_for([]))
     assert not rules_for([eval(rule) for rule in expected])
 
@@ -832,6 +835,9 @@ def test_the_fix_of_a_backward_rule_names_the_operand():
     assert finding.check == "fp32_matmul"
     assert "`jax.custom_vjp`" in finding.fix and "cast float32[32,32] to 16 bits" in finding.fix
     assert "jaxmp.autocast" not in finding.fix
+    wide = jnp.ones((32, 32))
+    errors = jaxmp.audit(jax.grad(lambda x: product(x, x).sum()), wide, recipe="bf16").errors
+    assert errors and all("`jax.custom_vjp`" in error.fix for error in errors)
 
 
 def test_the_rule_for_a_layer_without_fp8_reaches_that_layer_alone():
@@ -860,3 +866,21 @@ def test_the_rule_for_a_layer_without_fp8_reaches_that_layer_alone():
     # The other layer of this name stays in FP8.
     assert after.matmul_flops == before.matmul_flops
     assert ("float8_e4m3fn", "float8_e4m3fn") in after.matmul_flops
+
+
+@pytest.mark.parametrize("line", ["import jax.numpy as np", "import jax", "from jax import nn"])
+def test_a_fix_has_the_name_that_the_file_imports(line, tmp_path):
+    source = f"{line}\nfrom jax.nn import softmax\nloss_fn = lambda x: softmax(x @ x.T)\n"
+    report = jaxmp.audit(load_module(source, tmp_path).loss_fn, jnp.ones((8, 8), jnp.bfloat16))
+    finding = next(f for f in report.errors if f.check == "softmax_16bit")
+    name = {"import jax.numpy as np": "np", "import jax": "jax.numpy"}.get(line, "jnp")
+    assert f"softmax((x @ x.T).astype({name}.float32))" in finding.fix
+    assert finding.trial == "works"
+
+
+def test_a_rejected_fix_of_wide_operands_names_16_bits(tmp_path):
+    body = ["y = x + jnp.ones((8, 8))", "assert y.dtype == jnp.float32", "return y @ y"]
+    loss_fn = load_module(source_of(body), tmp_path).loss_fn
+    report = jaxmp.audit(loss_fn, jnp.ones((8, 8), jnp.bfloat16), recipe="bf16")
+    assert {f.check for f in report.errors} == {"fp32_matmul", "implicit_promotion"}
+    assert all(f.fix.startswith("Cast the wide arrays that this line") for f in report.errors)

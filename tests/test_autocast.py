@@ -178,6 +178,8 @@ def test_an_outer_product_keeps_positions():
     positions = jnp.arange(1000.0)
     out = autocast(angles, MIXED)(positions, jnp.ones(4))
     np.testing.assert_array_equal(out[:, 0], positions)
+    waves = lambda frequencies: jnp.sin(autocast(angles, MIXED)(positions, frequencies)).sum()
+    assert jaxmp.audit(jax.grad(waves), jnp.ones(4), recipe="bf16").ok
 
 
 def test_convolutions_are_low():

@@ -220,6 +220,9 @@ SINES = {
     "remat": jax.checkpoint(sine),
     "reversed scan": lambda x: lax.scan(lambda c, r: (c, sine(r)), 0, x, reverse=True)[1],
     "while": lambda x: lax.while_loop(lambda c: c.sum() < 1e3, lambda c: c + 10 + sine(x), x),
+    "while loops of rows": jax.vmap(
+        lambda x: lax.while_loop(lambda c: c[0] < 9, lambda c: c + 1 + abs(sine(x)), x)
+    ),
     "branch": lambda x: lax.cond(x.sum() < 1e3, sine, jnp.cos, x),
     "other branch": lambda x: lax.cond(x.sum() > 1e3, sine, jnp.cos, x),
     "platform": lambda x: lax.platform_dependent(x, cpu=sine, default=jnp.cos),

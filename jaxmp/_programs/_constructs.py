@@ -65,7 +65,8 @@ OPAQUE_CALLS = frozenset(
 # elements.
 OPAQUE = (
     OPAQUE_CALLS
-    | {"custom_linear_solve", "custom_partitioning", "mpmd_map", "pallas_call", "remat_opt"}
+    | {"call_hi_primitive", "call_hi_primitive_linearized", "custom_linear_solve"}
+    | {"custom_partitioning", "mpmd_map", "pallas_call", "remat_opt"}
     | {"reduce", "reduce_window", "scatter", "scatter-add", "scatter-max", "scatter-min"}
     | {"scatter-mul", "scatter-sub"}
 )
@@ -75,7 +76,7 @@ _KNOWN = CONSTRUCTS | OPAQUE
 def sub_jaxprs(equation: Any) -> list[Any]:
     """Returns the jaxprs among the parameters of an equation, in order."""
     jaxprs = []
-    for value in equation.params.values():
+    for value in _compat.parameters_of(equation):
         # Other tuples, such as the shardings of a step, may have thousands of elements.
         if isinstance(value, (tuple, list)) and value and is_jaxpr(value[0]):
             jaxprs += [inner for inner in value if is_jaxpr(inner)]

@@ -280,8 +280,8 @@ class Interpreter:
         of_test, of_body = (self.entered(v, Entry.CALL, operands) for v in (of_test, of_body))
         carry = self.entered(carry, Entry.CARRY, operands)
 
-        def test(carry: Any) -> Any:
-            run = lambda: self.run(loop.test, [*of_test, *carry[0]], place)
+        def test(values: list[Any]) -> Array:
+            run = lambda: self.run(loop.test, [*of_test, *values], place)
             return self.array(self._inside(run)[0][0])
 
         def body(*carry: Any) -> tuple[list[Any], dict[Hashable, Any]]:
@@ -293,6 +293,11 @@ class Interpreter:
         def step(carry: Any) -> Any:
             values, (stacked, *number) = carry
             results, side = body(*values)
+            if loop.test.out_avals[0].ndim:
+                # Under `vmap`, the loop runs until all elements ended, and keeps those that did.
+                runs = test(values)
+                where = lambda x: jnp.expand_dims(runs, range(runs.ndim, x.ndim))
+                results = jax.tree.map(lambda x, old: jnp.where(where(x), x, old), results, values)
             rows = vary_as_here(list(side.values()))
             for n in number:
                 at = lax.min(n, jnp.int32(count - 1))
@@ -304,7 +309,8 @@ class Interpreter:
         if count:
             rows = jax.tree.map(lambda row: lax.broadcast(row, (count,)), kept[0])
             kept = vary_as_here(rows), jnp.int32(0)
-        results, (side, *_) = lax.while_loop(test, step, (carry, kept))
+        any_runs = lambda carry: runs.any() if (runs := test(carry[0])).ndim else runs
+        results, (side, *_) = lax.while_loop(any_runs, step, (carry, kept))
         self._add(dict(zip(none, map(self.joined, side) if count else side, strict=True)))
         return results
 

@@ -13,7 +13,7 @@ import os
 import shutil
 import threading
 import warnings
-from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
@@ -102,6 +102,12 @@ def is_in_custom_vjp(source_info: source_info_util.SourceInfo) -> bool:
 def jaxpr_body(jaxpr: Jaxpr | ClosedJaxpr) -> tuple[Any, tuple[Any, ...]]:
     """Returns the jaxpr with equations, and its constants, of an open or a closed jaxpr."""
     return getattr(jaxpr, "jaxpr", jaxpr), tuple(getattr(jaxpr, "consts", ()))
+
+
+def parameters_of(equation: JaxprEqn) -> Iterable[Any]:
+    """Returns the values of the parameters; those of its object for `lax.custom_root`."""
+    operation = equation.params.get("_prim")
+    return (equation.params if operation is None else operation.params).values()
 
 
 def jaxpr_like(new: ClosedJaxpr, old: Jaxpr | ClosedJaxpr) -> Any:

@@ -217,4 +217,5 @@ def audit_program(
             has_carries = not constructs.isdisjoint(_programs.primitives(traced.jaxpr))
             edits = auditor.findings.edits
             report = _make_report.with_trials(report, edits, again, has_carries)
-    return report, compiled
+    named = lambda f: dataclasses.replace(f, fix=_source.with_names_of(f.file, f.fix))
+    return dataclasses.replace(report, findings=tuple(map(named, report.findings))), compiled

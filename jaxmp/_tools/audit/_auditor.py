@@ -144,8 +144,8 @@ class Auditor:
         self.divisors: set[int] = set()
         # Bytes that the matmuls read and write, apart from those without floats.
         self.matmul_bytes = 0
-        # Calls of the matmuls before a backward pass.
-        self.matmul_calls: set[tuple[CodeType, int] | None] = set()
+        # Calls of the matmuls before a backward pass -> False for those of outer products alone.
+        self.matmul_calls: dict[tuple[CodeType, int] | None, bool] = {}
         # (results, FLOPs) of matmuls outside of modules and derivatives that read values which were
         # computed from gradients, by line.
         self.after_gradient: defaultdict[str, list[tuple[list[Any], int]]] = defaultdict(list)
@@ -275,14 +275,17 @@ class Auditor:
             self.after_gradient[op.where].append(row)
         self._record_fp8(op, matmul)
         is_float = matmul.lhs in _checks.FLOATS | {matmul.rhs}
-        if matmul.contracts and is_float and not _programs.is_inner_product(op.equation):
+        call = _programs.call_site(op.equation)
+        # The gradients of an outer product multiply matrices by vectors.
+        contracts = matmul.contracts and (not op.is_backward or self.matmul_calls.get(call, True))
+        if contracts and is_float and not _programs.is_inner_product(op.equation):
             self.matmul_bytes += _checks.bytes_of_matmul(op)
             for function in _checks.ON_MATMUL:
                 function(op, matmul, flops, self)
         if op.is_forward and _core.FLOAT16 in dtypes:
             self.flow.has_float16 = True
         if not op.is_backward:
-            self.matmul_calls.add(_programs.call_site(op.equation))
+            self.matmul_calls[call] = matmul.contracts or self.matmul_calls.get(call, False)
         elif _core.FLOAT16 in dtypes and self.float16_backward is None:
             self.float16_backward = op
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import itertools
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
 from jaxmp import _core, _programs
+from jaxmp._core import _compat
 from jaxmp._programs import Atom, Equation, Path
 from jaxmp._tools.audit import _checks, _dataflow, _labels, _trace
 from jaxmp._tools.audit._auditor import Auditor
@@ -244,10 +245,21 @@ def check_fp32(op: OpOccurrence, matmul: _programs.Matmul, flops: int, audit: Au
 
 
 class _Exact(NamedTuple):
-    """Scopes and line of a matmul that is FP32 by design, and of its gradients."""
+    """Scopes and line of a matmul that is FP32 by design, and of its gradients.
+
+    Of one inside of a solver, which the derivatives of the solver call, too: the call.
+    """
 
     names: Path
-    line: tuple[str, int]
+    line: Any
+
+
+@FP32_MATMUL.on_operation("custom_linear_solve", "call_hi_primitive")
+def collect_solver(op: OpOccurrence, audit: Auditor) -> None:
+    """Collects the matmuls of a linear solve or a root, which keep their dtype under autocast."""
+    inside = (_programs.equations(jaxpr) for jaxpr in _programs.sub_jaxprs(op.equation))
+    matmuls = (e for e in itertools.chain(*inside) if e.primitive.name in _programs.MATMULS)
+    audit.collected[_Exact] += {_Exact((), _programs.call_site(e)) for e in matmuls}
 
 
 def _is_fp32_by_design(op: OpOccurrence, matmul: _programs.Matmul, audit: Auditor) -> bool:
@@ -261,6 +273,7 @@ def _is_fp32_by_design(op: OpOccurrence, matmul: _programs.Matmul, audit: Audito
     key, use = _Exact(op.location.names, op.line), audit.use_of(op.result)
     fp32 = _programs.Use.SOLVED | _programs.Use.CHAINED | _programs.Use.DISTANCE
     is_exact = bool(use & fp32) or _dataflow.is_of_power_iteration(op, use)
+    is_exact |= _Exact((), _programs.call_site(op.equation)) in audit.collected[_Exact]
     if is_exact or _is_selection(op, use, audit):
         audit.collected[_Exact].append(key)
     return _checks.is_internal_matmul(op, matmul) or key in audit.collected[_Exact]
@@ -344,11 +357,13 @@ def _report_fp32(op: OpOccurrence, required: str, flops: int, audit: Auditor) ->
 
 
 def _fix_rule(op: OpOccurrence, audit: Auditor) -> str:
-    """Returns the fix of a matmul in a custom backward rule; "" for the derivative of another one.
+    """Returns the fix of a matmul of a `custom_vjp` function or its rules; "" for another one.
 
     The equations of such a rule have the line at which its function is called.
     """
-    if not op.is_backward or _programs.call_site(op.equation) in audit.matmul_calls:
+    is_rule = op.is_backward and _programs.call_site(op.equation) not in audit.matmul_calls
+    is_forward_rule = _compat.is_in_custom_vjp(op.equation.source_info) and not fix_casts(op)
+    if not (is_rule or is_forward_rule):
         return ""
     was_16_bits = lambda var: _labels.WAS_16_BITS in audit.flow.of(var)
     wide = min(op.operands[:2], key=was_16_bits).aval.str_short()

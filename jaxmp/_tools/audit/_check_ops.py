@@ -299,7 +299,10 @@ def keep_parameter(op: _checks.OpOccurrence, audit: _auditor.Auditor) -> str:
         owner = label.owner
         is_root = not owner or owner[-1] in _ROOTS or owner[-1].isdigit()
         if owner[-len(names) :] == names or (not op.module and is_root):
-            rule = audit.context.with_rule(f"jaxmp.Rule('**:{label.name}', 'c=f32')")
+            # Read in FP32 alone, it would be what the policy rounded to store it.
+            is_stored = _core.is_16bit(audit.context.policies.default.param_dtype)
+            dtypes = "p=f32," * is_stored + "c=f32"
+            rule = audit.context.with_rule(f"jaxmp.Rule('**:{label.name}', '{dtypes}')")
             return f"Read the parameter in FP32, by a rule:\n    {rule}"
     return ""
 

@@ -19,6 +19,7 @@ from jaxmp._tools.audit._check_matmuls import (
     FP32_MATMUL,
     IMPLICIT_PROMOTION,
     MISALIGNED_MATMUL,
+    MIXED_OPERANDS,
 )
 from jaxmp._tools.audit._check_ops import LOSS_16BIT
 from jaxmp._tools.audit._report import AuditReport
@@ -233,11 +234,11 @@ def _with_trial(finding: Finding, group: _trial.Edits, trial: _trial.FixTrial) -
         fix = _trial.with_edits(finding.fix, group, trial.edits) if trial.edits else finding.fix
         fix = functools.reduce(_source.both, trial.more, fix)
         return dataclasses.replace(finding, fix=fix, trial=trial.state)
-    remedy = (
-        "Cast the arrays that this line reads to FP32 before it, and its results back after it."
-        " jaxmp prints no code: what it tried does not remove the finding, or leads to another one."
-    )
-    return dataclasses.replace(finding, fix=remedy)
+    remedy = "Cast the arrays that this line reads to FP32, and its results back."
+    if finding.check in {FP32_MATMUL.id, IMPLICIT_PROMOTION.id, MIXED_OPERANDS.id}:
+        remedy = "Cast the wide arrays that this line reads to 16 bits."
+    tried = "what it tried does not remove the finding, or leads to another one."
+    return dataclasses.replace(finding, fix=f"{remedy} jaxmp prints no code: {tried}")
 
 
 def _target_notes(chip: _core.Target | None, recipe: _load.RecipeData | None) -> Iterator[str]:

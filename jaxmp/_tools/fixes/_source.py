@@ -45,6 +45,7 @@ def text_of(file: str, line: int) -> str:
 IN_FP32 = ".astype(jnp.float32)"
 IN_16_BITS = (".astype(jnp.bfloat16)", ".astype(jnp.float16)")
 _SENTENCE_AND_CODE = re.compile(r"^\S.*\n    .*\n?", re.MULTILINE)
+_JNP = re.compile(r"\bjnp\b")
 # Lines of code of one fix.
 _MOST_CODES = 6
 
@@ -269,6 +270,17 @@ def _names(node: ast.AST) -> Iterator[tuple[str, str]]:
             yield name.asname or name.name, f"{node.module}.{name.name}"
     elif isinstance(node, (ast.FunctionDef, ast.ClassDef)):
         yield node.name, ""
+
+
+def with_names_of(file: str, code: str, unknown: str = "jnp") -> str:
+    """Returns code or a fix with the name that a file has for `jax.numpy`, such as `np`."""
+    text = _text(file)
+    if _JNP.search(text):
+        return code
+    imports = _imports(text)
+    names = [name for name, module in imports.items() if module == "jax.numpy"]
+    names.append("jax.numpy" if imports.get("jax") == "jax" else unknown)
+    return _JNP.sub(names[0], code)
 
 
 def with_inner(code: str, old: str, new: str) -> str:

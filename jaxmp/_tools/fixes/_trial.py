@@ -20,6 +20,7 @@ from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, 
 from typing import NamedTuple
 
 from jaxmp._core import _compat
+from jaxmp._tools.fixes import _source
 from jaxmp._tools.fixes._source import IN_16_BITS, Edit, both, codes_of, with_inner
 
 WORKS, FAILS, NOT_TRIED = "works", "fails", "not tried"
@@ -402,7 +403,8 @@ def _edited(lines: list[str], edits: list[Edit], free: set[str]) -> str:
         # Line breaks keep the numbers of the lines below.
         # A function whose closure lost a variable could not replace the live one.
         lost = sorted((_names(edit.old) & free) - _names(edit.code))
-        code = f"({edit.code}, {', '.join(lost)})[False]" if lost else f"({edit.code})"
+        new = _source.with_names_of(edit.file, edit.code, "__import__('jax').numpy")
+        code = f"({new}, {', '.join(lost)})[False]" if lost else f"({new})"
         code = f"({code}{chr(10) * (last - first)})".encode()
         whole = encoded[first][: edit.start] + code + encoded[last][edit.end :]
         encoded[first : last + 1] = whole.splitlines(keepends=True)

@@ -187,6 +187,7 @@ def locate_nonfinite(
     search = _Search(traced)
     report = search.report()
     fix, edits = _trial.unified(report.fix, report.file, report.line, search.edits)
+    report = dataclasses.replace(report, fix=_source.with_names_of(report.file, report.fix))
     is_code = any(line.startswith("    ") for line in fix.splitlines())
     places = set(search.places()) if try_fixes and edits is not None else set()
     if not places or edits is None:
