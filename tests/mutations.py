@@ -1605,6 +1605,11 @@ a gradient without that of the FP8 states is silent
 + if False:
 test_fp8_nnx.py::test_a_split_model_requires_the_gradient_of_its_states
 test_fp8_models.py::test_no_transformation_hides_a_gradient_without_that_of_the_states
+
+the factor of the scales is rounded to bfloat16
+-     narrow = narrow if on_gpu else _core.FLOAT32
++
+test_fp8_dot_general.py::test_bfloat16_results_are_rounded_once
 """,
     "jaxmp/fp8/_explain.py": r"""
 FP8 is decided on without the tokens of a step
@@ -1637,11 +1642,6 @@ values beyond the range of FP8 become NaN
 -     clipped = lax.clamp(np.array(-limit, wide), scaled, np.array(limit, wide))
 +     clipped = scaled
 test_fp8_quantize.py::test_what_is_too_large_saturates
-
-the factor of the scales is rounded to bfloat16
-- _dot(values, dims, out_dtype if on_gpu else _core.FLOAT32, accurate, out_sharding)
-+ _dot(values, dims, out_dtype, accurate, out_sharding)
-test_fp8_dot_general.py::test_bfloat16_results_are_rounded_once
 """,
     "jaxmp/fp8/_overwritten.py": r"""
 FP8 states are converted in the order of addresses
