@@ -171,15 +171,9 @@ def decisions(is_examined: bool) -> Iterator[list[LayerDecision]]:
         yield record.rows
 
 
-@contextlib.contextmanager
-def recorded(*, is_full: bool = False) -> Iterator[Record]:
+def recorded(*, is_full: bool = False) -> contextlib.AbstractContextManager[Record]:
     """Records the decisions of a block."""
-    record = Record([], {}, is_full, {})
-    token = _record.set(record)
-    try:
-        yield record
-    finally:
-        _record.reset(token)
+    return _compat.assigned(_record, Record([], {}, is_full, {}))
 
 
 def is_recording() -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import contextvars
 import importlib
 import importlib.util
 import inspect
@@ -14,7 +15,7 @@ import shutil
 import threading
 import warnings
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import jax
 from jax import lax
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
         jaxpr_as_fun,
     )
 
+T = TypeVar("T")
 
 # ---------------------------------------------------------------------------
 # Private modules
@@ -460,6 +462,16 @@ def unchecked_cuda() -> contextlib.AbstractContextManager[None]:
     if they are missing.
     """
     return environment(JAX_SKIP_CUDA_CONSTRAINTS_CHECK="1")
+
+
+@contextlib.contextmanager
+def assigned(variable: contextvars.ContextVar[Any], value: T) -> Iterator[T]:
+    """Sets a context variable in a block; Python 3.14 has `with variable.set(value)`."""
+    token = variable.set(value)
+    try:
+        yield value
+    finally:
+        variable.reset(token)
 
 
 @contextlib.contextmanager
