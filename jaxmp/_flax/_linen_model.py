@@ -101,8 +101,7 @@ def explain_model(
         call = functools.partial(wrapped.apply, rngs=rngs, mutable=DenyList("params"))
         share = low_precision_share(call, variables, *args, **kwargs)
     decisions = wrapped.__dict__["_jaxmp_search"].reasons()
-    explanation = _required.explain_modules(policies, paths, outputs, decisions)
-    explanation = dataclasses.replace(explanation, low_precision_share=share)
+    explanation = _required.explain_modules(policies, paths, outputs, decisions, share)
     return explanation, call, (variables,)
 
 
