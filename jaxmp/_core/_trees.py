@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
@@ -116,6 +117,12 @@ def is_castable(leaf: object) -> bool:
 def is_float(leaf: object) -> bool:
     """Returns True if `leaf` is an array in float16, bfloat16, float32 or float64."""
     return dtype_of(leaf) in CASTABLE | {FLOAT64}
+
+
+def is_integer(value: object, least: float = -math.inf) -> bool:
+    """Returns True for an integer of Python or NumPy, at least `least`. A bool does not count."""
+    is_bool = isinstance(value, bool)
+    return not is_bool and isinstance(value, (int, np.integer)) and bool(value >= least)
 
 
 def is_key(leaf: object) -> bool:

@@ -303,8 +303,7 @@ def check_factor(name: str, value: float, low: float, high: float) -> float:
 
 
 def check_count(name: str, value: int, least: int) -> int:
-    whole = isinstance(value, (int, np.integer)) and not isinstance(value, bool)
-    if not whole or not least <= value <= _LARGEST_COUNT:
+    if not _core.is_integer(value, least) or value > _LARGEST_COUNT:
         raise _refusal(name, value, f"an int from {least} to 2**31 - 1", least + 1)
     return int(value)
 

@@ -200,7 +200,7 @@ def check_argnums(argnums: int | Sequence[int]) -> None:
     """
     numbers = argnums if isinstance(argnums, (tuple, list)) else (argnums,)
     for number in numbers:
-        if isinstance(number, bool) or not isinstance(number, (int, np.integer)):
+        if not _core.is_integer(number):
             raise JaxmpError(
                 f"argnums={argnums!r}: the second argument of value_and_grad and grad is the "
                 "number of the argument to differentiate, or a tuple of such numbers, as in JAX. "
@@ -209,11 +209,7 @@ def check_argnums(argnums: int | Sequence[int]) -> None:
 
 
 def check_positive(microbatches: int) -> int:
-    if (
-        isinstance(microbatches, bool)
-        or not isinstance(microbatches, (int, np.integer))
-        or microbatches < 1
-    ):
+    if not _core.is_integer(microbatches, 1):
         raise JaxmpError(f"microbatches={microbatches!r} must be an integer >= 1; for example 4.")
     return int(microbatches)
 

@@ -80,8 +80,7 @@ def check_layer(hidden: jax.Array, kernel: jax.Array, transposed: bool) -> int:
 
 def check_num_classes(num_classes: int, size: int) -> int:
     """Checks the number of classes of a kernel with `size` of them, some of which are padding."""
-    is_integer = isinstance(num_classes, (int, np.integer)) and not isinstance(num_classes, bool)
-    if not is_integer or not 0 < num_classes <= size:
+    if not _core.is_integer(num_classes, 1) or num_classes > size:
         raise JaxmpError(
             f"num_classes={num_classes!r} is not a number of classes of this kernel, which has "
             f"{size}. Give an integer from 1 to {size}, or leave it out."
@@ -98,9 +97,7 @@ def check_indices(
     shape: Sequence[int],
 ) -> None:
     """Raises if the labels are not class indices of `rows`; checks their values if known."""
-    if ignore_index is not None and (
-        isinstance(ignore_index, bool) or not isinstance(ignore_index, (int, np.integer))
-    ):
+    if ignore_index is not None and not _core.is_integer(ignore_index):
         raise JaxmpError(f"ignore_index={ignore_index!r} is not an integer, such as -100.")
     if not jnp.issubdtype(labels.dtype, jnp.integer):
         raise JaxmpError(

@@ -266,7 +266,7 @@ def chunk_rows(chunk: int | None, rows: int, classes: int, itemsize: int = 4) ->
             # XLA for CPU multiplies 16-bit operands in FP32, and stores the products in FP32.
             most, itemsize = _LOGITS_BYTES_ON_CPU, max(itemsize, 4)
         chunk = 1 << max(int(most // (itemsize * classes)).bit_length() - 1, 0)
-    elif isinstance(chunk, bool) or not isinstance(chunk, (int, np.integer)) or chunk < 1:
+    elif not _core.is_integer(chunk, 1):
         raise JaxmpError(
             f"chunk={chunk!r} is not a number of rows. Give an integer of 1 or more, for example "
             "chunk=512, or leave it out."
