@@ -309,6 +309,7 @@ NUMBER = Field(
     convert=float,
 )
 COUNT = Field("an integer", "2000", (int,), bounds=(-(2**31), 2**31 - 1))
+POSITIVE = COUNT._replace(allowed="a positive integer", bounds=(1, 2**31 - 1))
 DTYPE = Field("the name of a dtype of at least 16 bits", '"float32"', convert=_dtype_name)
 
 
