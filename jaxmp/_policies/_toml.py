@@ -278,7 +278,7 @@ class Field(NamedTuple):
         is_outside = isinstance(value, (int, float)) and not low <= value <= high
         is_long = self.is_line and isinstance(value, str) and not value.isprintable()
         if type(value) not in self.types or is_outside or is_long:
-            hint = _core.did_you_mean(value, self.names) if isinstance(value, str) else ""
+            hint = _core.did_you_mean(value, self.names)
             raise RecipeError(f"{describe(value)} is not allowed.{hint} Allowed: {self.allowed}.")
         return value if self.convert is None else self.convert(value)
 
