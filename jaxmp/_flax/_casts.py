@@ -27,7 +27,6 @@ class Method:
     """Method of a module under a policy: all that does not depend on the call.
 
     Attributes:
-      name: of the method.
       is_forward: its arguments and results are cast.
       kept: positions and names of the arguments that are not cast.
       carried: those of recurrent state, which keeps its dtypes.
@@ -35,7 +34,6 @@ class Method:
         table of a layer. One that a user overrides may multiply by the kernel itself.
     """
 
-    name: str
     is_forward: bool
     kept: frozenset[int | str]
     carried: frozenset[int | str]
@@ -124,7 +122,6 @@ def _method_of(module_policy: ModulePolicy, name: str) -> Method:
     is_dot = has_dot and name == ("attend" if traits.embedding else "__call__")
     owner = traits.registered() if traits.registered else traits.layer
     return Method(
-        name=name,
         is_forward=is_named or is_of_flax,
         kept=_patterns.kept_inputs(module_policy.cls, name, names) if names else frozenset(),
         carried=frozenset(carried),

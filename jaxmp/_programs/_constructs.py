@@ -97,18 +97,14 @@ def is_jaxpr(value: object) -> TypeGuard[Jaxpr | ClosedJaxpr]:
 class Call(NamedTuple):
     """Equation that runs one jaxpr once: a call, `jax.checkpoint` or a custom derivative.
 
-    parameter: name of the parameter that contains the jaxpr.
     jaxpr: the jaxpr.
-    name: name of a jitted function; "" if there is none.
     is_recomputation: True for the part of a `jax.checkpoint` that belongs to a backward pass.
     prevent_cse: for `jax.checkpoint`, True (or a flag per operand) if XLA must not merge the
       recomputation with the forward pass.
     policy: for `jax.checkpoint`, the residuals that are saved.
     """
 
-    parameter: str
     jaxpr: Any
-    name: str
     is_recomputation: bool
     prevent_cse: bool | tuple[bool, ...]
     policy: Any
@@ -232,11 +228,8 @@ class ShardMap(NamedTuple):
 def call_of(equation: Any) -> Call:
     """Returns the record of an equation in `CALLS`, `REMATS` or `CUSTOM_DERIVATIVES`."""
     params = equation.params
-    parameter = "jaxpr" if "jaxpr" in params else "call_jaxpr"
     return Call(
-        parameter,
-        params[parameter],
-        params.get("name", ""),
+        params["jaxpr" if "jaxpr" in params else "call_jaxpr"],
         params.get("differentiated", False),
         params.get("prevent_cse", False),
         params.get("policy"),
