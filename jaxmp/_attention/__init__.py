@@ -194,10 +194,8 @@ def implementation_of(name: str) -> tuple[str, str]:
     Args:
       name: a name such as "jaxmp_attention_xla_device".
     """
-    rest = name.removeprefix(f"{MARK}_")
-    names = (key for key in _RUN if f"{rest}_".startswith(f"{key}_"))
-    implementation = max(names, key=len, default="")
-    return implementation, rest.removeprefix(implementation).removeprefix("_")
+    implementation, _, blocker = name.removeprefix(f"{MARK}_").partition("_")
+    return implementation, blocker
 
 
 def _operands_of(operands: Iterable[Any]) -> tuple[str, ...]:
