@@ -10,7 +10,7 @@ import threading
 import warnings
 import weakref
 from collections.abc import Callable, Hashable, Iterator
-from typing import Any, TypeVar, cast
+from typing import Any, TypeAlias, TypeVar, cast
 
 import flax.linen as nn
 import jax
@@ -197,17 +197,17 @@ def _intercepted(method: Callable[..., Any]) -> Callable[..., Any]:
     return method if hasattr(method, "nowrap") else nn.module.wrap_method_once(method)
 
 
+# Function of a module, and the other arguments of a call.
+_Call: TypeAlias = tuple[Callable[..., PyTree], tuple[PyTree, ...], dict[str, PyTree]]
+
+
 @contextlib.contextmanager
-def _entered(
-    module: Any,
-    call: tuple[Callable[..., PyTree], tuple[PyTree, ...], dict[str, PyTree]] | None = None,
-) -> Iterator[None]:
+def _entered(module: Any, call: _Call | None = None) -> Iterator[None]:
     """Runs a block under the policies of `module`, unless they, or plain `init`, are active.
 
     Args:
       module: a bound module.
-      call: the call that the block is: function of the module, positional and keyword arguments;
-        None for another block.
+      call: the call that the block is; None for another block.
     """
     policies = _compat.current_context().policies
     if module.scope is None or isinstance(policies, _linen_interceptor.Plain):
@@ -223,21 +223,16 @@ def _entered(
     # Before the model is searched: in that trace no warning is shown.
     inputs = lambda: (module.variables.get("params", {}), (call or ())[1:])
     _device.check_training(root.policies, inputs, mark)
-    decisions = None if call is None else _decisions_of(module, root, *call)
+    decisions = None if call is None else _decisions_of(module, root, call)
     under_policies = _compat.context(policies=root, decisions=decisions)
     interceptor = functools.partial(_linen_interceptor.intercept, root)
     with nn.intercept_methods(interceptor), under_policies:
         yield
 
 
-def _decisions_of(
-    module: Any,
-    root: _linen_interceptor.Root,
-    function: Callable[..., PyTree],
-    args: tuple[PyTree, ...],
-    kwargs: dict[str, PyTree],
-) -> Hashable:
+def _decisions_of(module: Any, root: _linen_interceptor.Root, called: _Call) -> Hashable:
     """Returns the labels of the values of a call that are not rounded."""
+    function, args, kwargs = called
 
     def run(arrays: PyTree) -> PyTree:
         variables, rngs, args, kwargs = arrays

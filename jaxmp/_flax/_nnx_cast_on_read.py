@@ -185,18 +185,15 @@ def read_as(source: nnx.Variable[Any], dtype: DTypeLike) -> nnx.Variable[Any]:
     """Returns a Variable of the same type that is read in `dtype` and writes to `source`."""
     value = source.get_raw_value()
     castable = isinstance(value, (jax.Array, np.ndarray)) and _core.is_castable(value)
-    if not castable or value.dtype == dtype or not _is_ordinary(source):
+    # In a `jax.Ref`, or of a hijax type.
+    is_special = getattr(source, "ref", False) or getattr(source, "hijax", False)
+    if not castable or value.dtype == dtype or is_special:
         return source
     variable = _cast_class(type(source)).from_metadata(
         _core.cast(value, dtype), source.get_metadata()
     )
     object.__setattr__(variable, "_source", source)
     return variable
-
-
-def _is_ordinary(variable: nnx.Variable[Any]) -> bool:
-    """Returns False for a Variable in a `jax.Ref` or of a hijax type."""
-    return not (getattr(variable, "ref", False) or getattr(variable, "hijax", False))
 
 
 # One class for each class of Variables, which JAX compares in pytrees. Flax registers both with

@@ -121,13 +121,10 @@ def paths_of(entries: list[ModuleEntry]) -> dict[str, type | None]:
             paths["/".join(path)] = author_class(type(entry.module))
     for entry in entries:
         for path in entry.paths:
-            paths |= {_param_path(path, name): None for name, _ in entry.params}
+            # As in the model's state: `a/layers:0` for a parameter in a list.
+            names = ((*path, *name.split("/")) for name, _ in entry.params)
+            paths |= dict.fromkeys(map(_core.parameter_path, names))
     return paths
-
-
-def _param_path(owner: Path, name: str) -> str:
-    """Returns the path of a parameter as in the model's state: `a/layers:0` for one in a list."""
-    return _core.parameter_path((*owner, *name.split("/")))
 
 
 # ---------------------------------------------------------------------------
