@@ -16,7 +16,7 @@ import jax
 from jax import lax
 
 from jaxmp._core import _compat
-from jaxmp._core._compat import ClosedJaxpr, Jaxpr
+from jaxmp._core._compat import AnyJaxpr, ClosedJaxpr, Jaxpr
 
 
 class Form(enum.Enum):
@@ -84,7 +84,7 @@ def sub_jaxprs(equation: Any) -> list[Any]:
     return jaxprs
 
 
-def is_jaxpr(value: object) -> TypeGuard[Jaxpr | ClosedJaxpr]:
+def is_jaxpr(value: object) -> TypeGuard[AnyJaxpr]:
     """Returns True for an open or closed jaxpr."""
     return isinstance(value, (Jaxpr, ClosedJaxpr))
 
@@ -387,7 +387,7 @@ def inners(equation: Any) -> list[Inner]:
     return [_inner(equation, jaxpr, indices)._replace(**options) for jaxpr in sub_jaxprs(equation)]
 
 
-def _inner(equation: Any, jaxpr: Jaxpr | ClosedJaxpr, indices: Sequence[int]) -> Inner:
+def _inner(equation: Any, jaxpr: AnyJaxpr, indices: Sequence[int]) -> Inner:
     body, _ = _compat.jaxpr_body(jaxpr)
     args, outs = len(body.invars), len(body.outvars)
     known: list[int | None] = [*indices] if len(indices) == args else [None] * args

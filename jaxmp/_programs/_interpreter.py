@@ -139,7 +139,7 @@ class Interpreter:
 
     def run(
         self,
-        jaxpr: _compat.Jaxpr | _compat.ClosedJaxpr,
+        jaxpr: _compat.AnyJaxpr,
         args: Sequence[Any],
         place: Place | None = None,
         state: Any = None,
@@ -158,7 +158,7 @@ class Interpreter:
 
     def frame(
         self,
-        jaxpr: _compat.Jaxpr | _compat.ClosedJaxpr,
+        jaxpr: _compat.AnyJaxpr,
         args: Sequence[Any],
         place: Place | None = None,
         state: Any = None,

@@ -15,7 +15,7 @@ import shutil
 import threading
 import warnings
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeVar
 
 import jax
 from jax import lax
@@ -80,6 +80,9 @@ if not TYPE_CHECKING:
     # JAX 0.12 has one class for both.
     ClosedJaxpr = getattr(_core, "ClosedJaxpr", Jaxpr)
 
+# An open or a closed jaxpr.
+AnyJaxpr: TypeAlias = "Jaxpr | ClosedJaxpr"
+
 
 # Code of the frame in which JAX calls a `custom_vjp` function and its two rules.
 _CUSTOM_VJP_CALL = inspect.unwrap(jax.custom_vjp.__call__).__code__
@@ -101,12 +104,12 @@ def is_in_custom_vjp(source_info: source_info_util.SourceInfo) -> bool:
     return traceback is not None and _CUSTOM_VJP_CALL in traceback.raw_frames()[0]
 
 
-def jaxpr_body(jaxpr: Jaxpr | ClosedJaxpr) -> tuple[Any, tuple[Any, ...]]:
+def jaxpr_body(jaxpr: AnyJaxpr) -> tuple[Any, tuple[Any, ...]]:
     """Returns the jaxpr with equations, and its constants, of an open or a closed jaxpr."""
     return getattr(jaxpr, "jaxpr", jaxpr), tuple(getattr(jaxpr, "consts", ()))
 
 
-def jaxpr_like(new: ClosedJaxpr, old: Jaxpr | ClosedJaxpr) -> Any:
+def jaxpr_like(new: ClosedJaxpr, old: AnyJaxpr) -> Any:
     """Converts a closed jaxpr to the form, open or closed, of the jaxpr that it replaces."""
     if type(old) is type(new):
         return new
