@@ -811,8 +811,8 @@ test_programs.py::test_each_client_names_the_consequence
 """,
     "jaxmp/_programs/_locations.py": r"""
 autocast multiplies in FP32 wherever the helper of a distance multiplies
-- else tuple(_calls(traceback))
-+ else tuple(_calls(traceback))[:1]
+- return tuple(_calls(equation))
++ return tuple(_calls(equation))[:1]
 test_autocast_magnified.py::test_only_the_matmul_of_a_distance_is_fp32
 
 the audit of a script takes our frame for the caller
