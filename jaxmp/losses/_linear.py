@@ -119,8 +119,8 @@ def linear_cross_entropy(
     stored = _check_logits_dtype(logits_dtype, hidden.dtype)
     labels = jnp.asarray(labels)
     rows = hidden.shape[:-1]
-    _arguments.check_indices(labels, rows, size, ignore_index, "hidden", hidden.shape)
-    labels, counted, valid = _arguments.read_indices(labels, size, ignore_index)
+    read = _arguments.read_indices(labels, size, ignore_index, "hidden", hidden.shape)
+    labels, counted, valid = read
     wide = _core.wide_dtype(hidden.dtype)
     factors = _arguments.row_factors(weights, counted, rows, wide)
     if precision is None:  # the backward pass is traced where the caller's setting has ended
