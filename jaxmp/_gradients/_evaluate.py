@@ -179,16 +179,6 @@ def _poison(finite: jax.Array, grads: PyTree, *, only_one: bool) -> PyTree:
 # ---------------------------------------------------------------------------
 
 
-def vary_args(args: tuple[Any, ...], options: Options) -> tuple[Any, ...]:
-    """Marks arguments as device-varying, so that gradients are summed only in `reduce_sums`."""
-    if not options.axes:
-        return args
-    return tuple(
-        _compat.vary(arg, options.axes) if i in options.argnums else arg
-        for i, arg in enumerate(args)
-    )
-
-
 def reduce_sums(sums: Sums, options: Options) -> Sums:
     """Averages over devices; weighted results are summed."""
     if not options.axes:

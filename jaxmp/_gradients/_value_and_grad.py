@@ -20,7 +20,6 @@ from jaxmp._gradients._evaluate import (
     evaluate,
     mean_of_sums,
     reduce_sums,
-    vary_args,
 )
 from jaxmp._gradients._fp32 import is_on_several_devices
 from jaxmp.errors import JaxmpError
@@ -141,11 +140,9 @@ def value_and_grad(
         before = tuple(args[i] for i in called.argnums)
         called = dataclasses.replace(called, before=before)
         spread = is_on_several_devices(args, kwargs)
-        args = tuple(
-            _overwritten.begin_step(arg, spread) if i in called.argnums else arg
-            for i, arg in enumerate(args)
-        )
-        args = vary_args(args, called)
+        # As device-varying arguments, their gradients are summed in `reduce_sums` only.
+        begin = lambda arg: _compat.vary(_overwritten.begin_step(arg, spread), called.axes)
+        args = tuple(begin(arg) if i in called.argnums else arg for i, arg in enumerate(args))
         run = evaluate if called.microbatches == 1 else accumulate
         sums, aux = run(fn, args, kwargs, called)
         loss, grads = mean_of_sums(reduce_sums(sums, called))
