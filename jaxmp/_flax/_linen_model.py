@@ -18,7 +18,7 @@ from flax.core import DenyList
 
 from jaxmp import _core
 from jaxmp._autocast._resolve import trace
-from jaxmp._core import PyTree, _compat
+from jaxmp._core import Path, PyTree, _compat
 from jaxmp._flax import _linen_interceptor
 from jaxmp._flax._casts import cast_outputs, resolve_module
 from jaxmp._flax._layer_table import author_class
@@ -125,7 +125,7 @@ _classes_lock = threading.Lock()
 
 
 def wrapped_class(
-    cls: type[nn.Module], policies: _load.PolicyMap, origin: _linen_interceptor.Path = ()
+    cls: type[nn.Module], policies: _load.PolicyMap, origin: Path = ()
 ) -> type[nn.Module]:
     """Returns the subclass of `cls` whose methods run under `policies`.
 
@@ -144,9 +144,7 @@ def wrapped_class(
         return wrapped
 
 
-def _make_class(
-    cls: type[nn.Module], policies: _load.PolicyMap, origin: _linen_interceptor.Path
-) -> type[nn.Module]:
+def _make_class(cls: type[nn.Module], policies: _load.PolicyMap, origin: Path) -> type[nn.Module]:
     members: dict[str, Any] = {name: _under_policy(cls, name) for name in _methods(cls)}
     members |= {
         # Otherwise Flax would generate them, and override those of the class.
@@ -362,9 +360,7 @@ def _with_submodules(module: nn.Module) -> list[nn.Module]:
     return [module, *(part for child in below for part in _with_submodules(child))]
 
 
-def _rebuild(
-    cls: type[nn.Module], policies: _load.PolicyMap, origin: _linen_interceptor.Path = ()
-) -> nn.Module:
+def _rebuild(cls: type[nn.Module], policies: _load.PolicyMap, origin: Path = ()) -> nn.Module:
     return object.__new__(wrapped_class(cls, policies, origin))
 
 

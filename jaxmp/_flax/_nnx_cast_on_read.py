@@ -4,22 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any, TypeAlias
+from typing import Any
 
 import jax
 import numpy as np
 from flax import nnx
 
 from jaxmp import _core
-from jaxmp._core import DTypeLike, Mark, PyTree, _compat
+from jaxmp._core import DTypeLike, Mark, Path, PyTree, _compat
 from jaxmp._flax._casts import resolve_module, written_back
 from jaxmp._flax._fp8_layers import is_stateful
 from jaxmp._flax._layer_table import LayerTraits
 from jaxmp._flax._nnx_layers import NNX_LAYERS, read_fp8_state
 from jaxmp._flax._search import ModelSearch
 from jaxmp._policies._load import PolicyMap
-
-Path: TypeAlias = tuple[str, ...]
 
 # Flax does not list attributes with this prefix as a user's: in the items of an `nnx.Dict`, in the
 # variables of a `ToNNX`, in a `repr`.

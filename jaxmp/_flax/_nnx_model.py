@@ -14,10 +14,10 @@ from flax import linen, nnx
 from jax.sharding import NamedSharding
 
 from jaxmp import _core
-from jaxmp._core import PyTree
+from jaxmp._core import Path, PyTree
 from jaxmp._flax._layer_table import author_class
 from jaxmp._flax._missing_precision import low_precision_share
-from jaxmp._flax._nnx_cast_on_read import Path, bound_of, is_member
+from jaxmp._flax._nnx_cast_on_read import bound_of, is_member
 from jaxmp._flax._nnx_layers import NNX_LAYERS
 from jaxmp._flax._nnx_subclass import bind, unbind
 from jaxmp._flax._shardings import SPEC, check_model
