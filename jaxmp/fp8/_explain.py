@@ -6,7 +6,7 @@ import contextlib
 import contextvars
 import dataclasses
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import ClassVar, NamedTuple
 
 from jaxmp import _core
@@ -161,14 +161,10 @@ _record: contextvars.ContextVar[Record | None] = contextvars.ContextVar(
 )
 
 
-@contextlib.contextmanager
-def decisions(is_examined: bool) -> Iterator[list[LayerDecision]]:
-    """Yields the decisions of a block, unless it is not examined or an outer block records them."""
-    if not is_examined or is_recording():
-        yield []
-        return
-    with recorded() as record:
-        yield record.rows
+def decisions(is_examined: bool) -> contextlib.AbstractContextManager[Record]:
+    """Records the decisions of a block, unless it is not examined or an outer one records them."""
+    is_recorded = is_examined and not is_recording()
+    return recorded() if is_recorded else contextlib.nullcontext(Record([], {}, False, {}))
 
 
 def recorded(*, is_full: bool = False) -> contextlib.AbstractContextManager[Record]:
