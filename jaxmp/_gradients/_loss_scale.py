@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import functools
 import math
 from collections.abc import Callable
 from typing import Any, ClassVar, Literal, NoReturn, Self, TypeVar, final, get_args
@@ -212,16 +213,12 @@ class Scaling(LossScale):
 
     def scale(self, tree: T) -> T:
         note_scaled(tree)
-        return jax.tree.map(lambda leaf: rescale_leaf(self._multiply, leaf), tree)
+        multiply = lambda x: x * self.scale_value.astype(x.dtype)
+        return jax.tree.map(functools.partial(rescale_leaf, multiply), tree)
 
     def unscale(self, tree: T) -> T:
-        return jax.tree.map(lambda leaf: rescale_leaf(self._divide, leaf), tree)
-
-    def _multiply(self, x: jax.Array) -> jax.Array:
-        return x * self.scale_value.astype(x.dtype)
-
-    def _divide(self, x: jax.Array) -> jax.Array:
-        return x / self.scale_value.astype(x.dtype)
+        divide = lambda x: x / self.scale_value.astype(x.dtype)
+        return jax.tree.map(functools.partial(rescale_leaf, divide), tree)
 
 
 @final
