@@ -84,8 +84,8 @@ if not TYPE_CHECKING:
 AnyJaxpr: TypeAlias = "Jaxpr | ClosedJaxpr"
 
 
-# Code of the frame in which JAX calls a `custom_vjp` function and its two rules.
-_CUSTOM_VJP_CALL = inspect.unwrap(jax.custom_vjp.__call__).__code__
+# The function in which JAX calls a `custom_vjp` function and its two rules.
+_CUSTOM_VJP_CALL = inspect.unwrap(jax.custom_vjp.__call__)
 
 
 def is_within(source_info: source_info_util.SourceInfo, function: Callable[..., Any]) -> bool:
@@ -100,8 +100,7 @@ def is_in_custom_vjp(source_info: source_info_util.SourceInfo) -> bool:
     Differentiation replaces a `custom_vjp_call` equation by those of its rules. Their tracebacks
     still contain the call; JAX cuts each traceback off at the function that is being traced.
     """
-    traceback = source_info.traceback
-    return traceback is not None and _CUSTOM_VJP_CALL in traceback.raw_frames()[0]
+    return is_within(source_info, _CUSTOM_VJP_CALL)
 
 
 def jaxpr_body(jaxpr: AnyJaxpr) -> tuple[Any, tuple[Any, ...]]:
