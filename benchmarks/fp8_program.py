@@ -36,7 +36,7 @@ from jaxmp._tools.audit._compile import compile_for
 from jaxmp._tools.audit._hlo import Program
 from jaxmp._tools.audit._hlo_kernels import accessed, kernels
 from jaxmp._tools.audit._trace import trace
-from jaxmp.fp8 import _operands, _overwritten
+from jaxmp.fp8 import _dot_general, _operands, _overwritten
 from result_file import parser_of, write_result
 
 TOKENS, WIDTH, HIDDEN, BLOCKS = 4096, 2048, 8192, 3
@@ -168,12 +168,12 @@ class Counts(NamedTuple):
 
 def count(variant: Variant) -> Counts:
     """Compiles a variant for the H200 and counts its kernels."""
-    quantize = _operands._QUANTIZE
+    quantize = _operands.QUANTIZE
     if variant.quantize is not None:
         quantize = _operands.jitted_by_role(variant.quantize, "scaling", "dtype", "axes")
     with (
         _compat.context(target="gpu", capability=(9, 0)),
-        mock.patch.object(_operands, "_QUANTIZE", quantize),
+        mock.patch.object(_dot_general, "QUANTIZE", quantize),
     ):
         step, args = program(variant)
         traced = trace(step, args, {})

@@ -816,8 +816,8 @@ test_programs.py::test_each_client_names_the_consequence
 """,
     "jaxmp/_programs/_locations.py": r"""
 autocast multiplies in FP32 wherever the helper of a distance multiplies
-- else tuple(_calls(traceback))
-+ else tuple(_calls(traceback))[:1]
+- return tuple(_calls(equation))
++ return tuple(_calls(equation))[:1]
 test_autocast_magnified.py::test_only_the_matmul_of_a_distance_is_fp32
 
 the audit of a script takes our frame for the caller
@@ -1653,6 +1653,11 @@ a gradient without that of the FP8 states is silent
 + if False:
 test_fp8_nnx.py::test_a_split_model_requires_the_gradient_of_its_states
 test_fp8_models.py::test_no_transformation_hides_a_gradient_without_that_of_the_states
+
+the factor of the scales is rounded to bfloat16
+-     narrow = narrow if on_gpu else _core.FLOAT32
++
+test_fp8_dot_general.py::test_bfloat16_results_are_rounded_once
 """,
     "jaxmp/fp8/_explain.py": r"""
 FP8 is decided on without the tokens of a step
@@ -1685,11 +1690,6 @@ values beyond the range of FP8 become NaN
 -     clipped = lax.clamp(np.array(-limit, wide), scaled, np.array(limit, wide))
 +     clipped = scaled
 test_fp8_quantize.py::test_what_is_too_large_saturates
-
-the factor of the scales is rounded to bfloat16
-- _dot(values, dims, out_dtype if on_gpu else _core.FLOAT32, accurate, out_sharding)
-+ _dot(values, dims, out_dtype, accurate, out_sharding)
-test_fp8_dot_general.py::test_bfloat16_results_are_rounded_once
 """,
     "jaxmp/fp8/_overwritten.py": r"""
 FP8 states are converted in the order of addresses

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import functools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
@@ -143,15 +143,9 @@ _record: contextvars.ContextVar[list[AttentionExplanation] | None] = contextvars
 )
 
 
-@contextlib.contextmanager
-def recorded_choices() -> Iterator[list[AttentionExplanation]]:
+def recorded_choices() -> contextlib.AbstractContextManager[list[AttentionExplanation]]:
     """Records the choices of a block, for `jaxmp.explain`."""
-    record: list[AttentionExplanation] = []
-    token = _record.set(record)
-    try:
-        yield record
-    finally:
-        _record.reset(token)
+    return _compat.assigned(_record, [])
 
 
 def run_attention(args: AttentionArguments, implementation: str) -> Any:
@@ -200,10 +194,8 @@ def implementation_of(name: str) -> tuple[str, str]:
     Args:
       name: a name such as "jaxmp_attention_xla_device".
     """
-    rest = name.removeprefix(f"{MARK}_")
-    names = (key for key in _RUN if f"{rest}_".startswith(f"{key}_"))
-    implementation = max(names, key=len, default="")
-    return implementation, rest.removeprefix(implementation).removeprefix("_")
+    implementation, _, blocker = name.removeprefix(f"{MARK}_").partition("_")
+    return implementation, blocker
 
 
 def _operands_of(operands: Iterable[Any]) -> tuple[str, ...]:

@@ -104,11 +104,9 @@ def check_implementation(implementation: object) -> str:
     if implementation is None:
         return "auto"
     if implementation not in ATTENTION:
-        hint = (
-            _core.did_you_mean(implementation, ATTENTION) if isinstance(implementation, str) else ""
-        )
         raise AttentionError(
-            f"Unknown implementation={implementation!r}.{hint} Allowed: "
+            f"Unknown implementation={implementation!r}."
+            f"{_core.did_you_mean(implementation, ATTENTION)} Allowed: "
             f"{', '.join(map(repr, ATTENTION))}, and None, which is 'auto'; for example "
             "dot_product_attention(query, key, value, implementation='auto')."
         )

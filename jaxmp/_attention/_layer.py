@@ -205,7 +205,14 @@ def layer_attention(
                 f"implementation={hints.implementation!r} never stores. Remove "
                 f"{users[0]}, or add a rule with implementation='xla' for the layer."
             )
-        return _attend_with_weights(operands, bias, visible, hints, dropout, weights)
+        visible = _with_hints(operands, visible, hints)
+        return attend(
+            *operands,
+            bias=None if bias is None else _arguments.with_rank(bias, query.ndim),
+            mask=None if visible is None else _arguments.with_rank(visible, query.ndim),
+            dropout=weight_dropout(**dropout),
+            **weights,
+        )
     batch = query.shape[:-3]
     count = math.prod(batch)
     lengths: dict[str, Any] = {}
@@ -294,25 +301,6 @@ def _flatten_batch(array: jax.Array, batch: tuple[int, ...]) -> jax.Array:
     if math.prod(own) != 1:
         array = jnp.broadcast_to(array, (*batch, *array.shape[-3:]))
     return array.reshape(-1, *(1,) * (3 - array.ndim), *array.shape[-3:])
-
-
-def _attend_with_weights(
-    operands: Operands,
-    bias: jax.Array | None,
-    mask: jax.Array | None,
-    hints: AttentionFunction,
-    dropout: dict[str, Any],
-    weights: dict[str, Any],
-) -> jax.Array:
-    """Computes attention that stores the weights of all pairs."""
-    mask, ndim = _with_hints(operands, mask, hints), operands[0].ndim
-    return attend(
-        *operands,
-        bias=None if bias is None else _arguments.with_rank(bias, ndim),
-        mask=None if mask is None else _arguments.with_rank(mask, ndim),
-        dropout=weight_dropout(**dropout),
-        **weights,
-    )
 
 
 def _with_hints(

@@ -109,13 +109,13 @@ def autocast(
     @functools.wraps(fn)
     def autocast_fn(*args: P.args, **kwargs: P.kwargs) -> R:
         _device.check_training(config.policies, lambda: (args, kwargs), mark)
-        with _explain.decisions(config.policies.default.matmul == "fp8") as rows:
+        with _explain.decisions(config.policies.default.matmul == "fp8") as record:
             writing = Writing(fn, args, kwargs)
             traced, in_custom_vjp = trace(writing, writing.arguments, {})
             interpreter = Autocast(config, in_custom_vjp, lists_calls=_explain.is_explained())
             arrays = interpreter.function(traced.closed, traced.arrays, writing.count)
         name = f"autocast({getattr(fn, '__name__', 'fn')}, ...)"
-        if text := _explain.unused_text(name, rows) or interpreter.uncast_text(name):
+        if text := _explain.unused_text(name, record.rows) or interpreter.uncast_text(name):
             _core.warn_user(text, repeats=False)
         out, values = traced.results(arrays)
         return writing.write(out, values)

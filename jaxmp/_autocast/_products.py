@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -73,8 +74,8 @@ def fp8_product(
             reason = why or f"FP8 has no {equation.primitive.name}"
             fp8_explain.note_unsupported(path_of(scope_path), reason)
         return None
-    kernel, shapes = kernel_of(values), (values[0].array.shape, values[1].array.shape)
-    if not _decide_fp8(config, equation, shapes, scope_path, kernel, why):
+    kernel = kernel_of(values)
+    if not _decide_fp8(config, equation, scope_path, kernel, why):
         return None
     assert config.scaling is not None
     return dot_general(config.scaling, kernel="rhs" if kernel else "lhs")
@@ -91,19 +92,28 @@ def explain_products_inside(
 ) -> None:
     """Records for `explain` the matmuls of an equation that runs as its author wrote it."""
     for each in matmuls_inside(equation):
-        lhs, rhs = (_programs.array_aval(var).shape for var in each.invars)
-        _decide_fp8(config, each, (lhs, rhs), (*scope_path, IN_CUSTOM_VJP), 1, "")
+        _decide_fp8(config, each, (*scope_path, IN_CUSTOM_VJP), 1, "")
 
 
 def _decide_fp8(
     config: AutocastConfig,
     equation: _compat.JaxprEqn,
-    shapes: tuple[tuple[int, ...], tuple[int, ...]],
     scope_path: _programs.Path,
     kernel: int,
     why: str,
 ) -> bool:
+    """Decides if a `dot_general` runs in FP8, and records it; see `fp8_product`.
+
+    `kernel` is 0 or 1, the operand that is treated as the kernel.
+    """
     assert config.scaling is not None
+    shapes = [_programs.array_aval(var).shape for var in equation.invars]
+    dot = _programs.dot_of(equation)
+    sizes = lambda axes: math.prod(shapes[kernel][axis] for axis in axes)
+    k, batch_size = sizes(dot.contracted[kernel]), sizes(dot.batch[kernel])
+    n = math.prod(shapes[kernel]) // max(k * batch_size, 1)
     why = why or config.scope_policy(scope_path).exclusion_reason
-    path, dot = path_of(scope_path), _programs.dot_of(equation)
-    return fp8_explain.decide_product(config.scaling, path, shapes, dot, kernel, why)
+    if dot.batch[kernel]:
+        why = why or "batch dimensions: two activations, as in attention, or a kernel for each"
+    tokens = math.prod(shapes[1 - kernel]) // max(k, 1)
+    return fp8_explain.decide(config.scaling, path_of(scope_path), k, n, why, tokens)

@@ -25,7 +25,7 @@ from jaxmp._autocast._values import (
     wrap,
 )
 from jaxmp._core import _compat
-from jaxmp._core._compat import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
+from jaxmp._core._compat import AnyJaxpr, ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
 
 class Autocast(_programs.InPlace):
@@ -94,7 +94,7 @@ class Autocast(_programs.InPlace):
 
     def run(
         self,
-        jaxpr: Jaxpr | ClosedJaxpr,
+        jaxpr: AnyJaxpr,
         args: Sequence[Value],
         place: _programs.Place | None = None,
         state: tuple[_programs.Use, ...] | None = None,
@@ -261,7 +261,7 @@ class Autocast(_programs.InPlace):
         return Value(returned(value, None, aval.dtype)) if value.castable else value
 
     def scope_policies(
-        self, jaxpr: Jaxpr | ClosedJaxpr, scope_path: _programs.Path
+        self, jaxpr: AnyJaxpr, scope_path: _programs.Path
     ) -> tuple[_resolve.ScopePolicy, ...]:
         """Returns the resolved policy of each scope in a jaxpr that is called at `scope_path`.
 
@@ -274,7 +274,7 @@ class Autocast(_programs.InPlace):
         self.seen.update(inside)
         return tuple(map(self.config.scope_policy, inside))
 
-    def scope_paths(self, jaxpr: Jaxpr | ClosedJaxpr) -> dict[tuple[str, ...], None]:
+    def scope_paths(self, jaxpr: AnyJaxpr) -> dict[tuple[str, ...], None]:
         """Returns the ordered set of the scopes of a jaxpr's equations at any depth, and of ()."""
         body = _compat.jaxpr_body(jaxpr)[0]
         if id(body) not in self.inside:

@@ -239,14 +239,12 @@ def trace(
         in_custom_vjp = _compat.is_in_custom_vjp(_compat.source_info_util.current())
         return fn(*args, **kwargs)
 
-    token = _traces.set(True)
     try:
-        return _programs.trace(run, args, kwargs), in_custom_vjp
+        with _compat.assigned(_traces, True):
+            return _programs.trace(run, args, kwargs), in_custom_vjp
     except (TypeError, ValueError, NotImplementedError) as error:
         _explain_arguments(error, (args, kwargs))
         raise
-    finally:
-        _traces.reset(token)
 
 
 def _explain_arguments(error: Exception, arguments: Any) -> None:

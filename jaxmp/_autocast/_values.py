@@ -139,10 +139,9 @@ def common_dtype(values: list[Value]) -> np.dtype:
     """
     floating = [value for value in values if value.castable]
     computed = [value for value in floating if value.priority is Priority.COMPUTED]
-    arrays = [value for value in computed if jnp.ndim(value.array) > 0]
-    if not arrays and any(jnp.ndim(value.array) > 0 for value in floating):
-        arrays = [value for value in floating if jnp.ndim(value.array) > 0]
-    return widest(arrays or computed or floating)
+    arrays = [value for value in floating if jnp.ndim(value.array) > 0]
+    computed_arrays = [value for value in computed if jnp.ndim(value.array) > 0]
+    return widest(computed_arrays or arrays or computed or floating)
 
 
 # ---------------------------------------------------------------------------

@@ -50,9 +50,9 @@ def nearest(word: str, options: Iterable[str], count: int = 3) -> list[str]:
     return difflib.get_close_matches(word, list(options), n=count, cutoff=0.5)
 
 
-def did_you_mean(word: str, options: Iterable[str]) -> str:
+def did_you_mean(word: object, options: Iterable[str]) -> str:
     """Returns the sentence " Did you mean 'x'?" with a leading space; "" if nothing is similar."""
-    close = nearest(word, options, count=1)
+    close = nearest(word, options, count=1) if isinstance(word, str) else []
     return f" Did you mean {close[0]!r}?" if close else ""
 
 

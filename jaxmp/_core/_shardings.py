@@ -78,8 +78,7 @@ def check_tree(
     unknown = ["/".join(name) for name in shardings if name not in shapes]
     missing = ["/".join(name) for name in required if name not in shardings]
     for name, sharding in () if unknown else shardings.items():
-        _check_rank(argument, name, sharding.spec, shapes[name])
-        _check_even(argument, name, sharding, shapes[name])
+        _check_fit(argument, name, sharding, shapes[name])
     if unknown or missing:
         options = missing or ["/".join(name) for name in shapes]
         hints = "".join(did_you_mean(name, options) for name in unknown)
@@ -93,18 +92,18 @@ def check_tree(
         )
 
 
-def _check_rank(argument: str, name: Path, spec: PartitionSpec, shape: tuple[int, ...]) -> None:
-    """Raises an error if the sharding of a parameter has more dimensions than the parameter."""
+def _check_fit(argument: str, name: Path, sharding: NamedSharding, shape: tuple[int, ...]) -> None:
+    """Raises an error if a sharding has more dimensions than its parameter.
+
+    Also if it does not split the array into equal parts, as JAX requires.
+    """
+    spec = sharding.spec
     if len(spec) > len(shape):
         raise JaxmpError(
             f"{argument} has {spec!r} at {'/'.join(name)!r}, and the parameter has the shape "
             f"{shape}. Use at most {len(shape)} entries: {PartitionSpec(*spec[: len(shape)])!r}."
         )
 
-
-def _check_even(argument: str, name: Path, sharding: NamedSharding, shape: tuple[int, ...]) -> None:
-    """Raises an error if a sharding does not split an array into equal parts, as JAX requires."""
-    spec = sharding.spec
     for dimension, (entry, size) in enumerate(zip(spec, shape, strict=False)):
         axes = entry if isinstance(entry, tuple) else (entry,)
         count = math.prod(sharding.mesh.shape[axis] for axis in axes if isinstance(axis, str))

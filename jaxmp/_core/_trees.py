@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
@@ -116,6 +117,12 @@ def is_castable(leaf: object) -> bool:
 def is_float(leaf: object) -> bool:
     """Returns True if `leaf` is an array in float16, bfloat16, float32 or float64."""
     return dtype_of(leaf) in CASTABLE | {FLOAT64}
+
+
+def is_integer(value: object, least: float = -math.inf) -> bool:
+    """Returns True for an integer of Python or NumPy, at least `least`. A bool does not count."""
+    is_bool = isinstance(value, bool)
+    return not is_bool and isinstance(value, (int, np.integer)) and bool(value >= least)
 
 
 def is_key(leaf: object) -> bool:
@@ -233,7 +240,7 @@ def all_finite(tree: PyTree) -> jax.Array:
     Returns:
       A bool scalar; True for a tree without floating leaves.
     """
-    flags = [_is_finite(leaf) for leaf in jax.tree.leaves(tree) if is_inexact(leaf)]
+    flags = [jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(tree) if is_inexact(leaf)]
     return functools.reduce(lax.bitwise_and, flags) if flags else jnp.array(True)
 
 
@@ -266,23 +273,11 @@ def check_squares(tree: PyTree) -> tuple[jax.Array, jax.Array]:
 
 def _sum_of_squares(leaf: ArrayLike) -> jax.Array:
     """Returns the sum of the squares of an array, at least in FP32."""
-    parts = [cast(part, wide_dtype(part.dtype)) for part in _real_parts(jnp.asarray(leaf))]
+    array = jnp.asarray(leaf)
+    real = (lax.real(array), lax.imag(array)) if jnp.iscomplexobj(array) else (array,)
+    parts = [cast(part, wide_dtype(part.dtype)) for part in real]
     sums = [lax.reduce_sum(lax.square(part), axes=tuple(range(part.ndim))) for part in parts]
     return functools.reduce(lax.add, sums)
-
-
-def _is_finite(leaf: ArrayLike) -> jax.Array:
-    parts = [
-        lax.reduce_and(lax.is_finite(part), axes=tuple(range(part.ndim)))
-        for part in _real_parts(jnp.asarray(leaf))
-    ]
-    return functools.reduce(lax.bitwise_and, parts)
-
-
-def _real_parts(array: jax.Array) -> tuple[jax.Array, ...]:
-    if jnp.iscomplexobj(array):
-        return lax.real(array), lax.imag(array)
-    return (array,)
 
 
 def select(pred: jax.Array, on_true: PyTree, on_false: PyTree) -> PyTree:
@@ -290,11 +285,8 @@ def select(pred: jax.Array, on_true: PyTree, on_false: PyTree) -> PyTree:
 
     Typed PRNG keys are those of `on_true`: random state advances even if a step is skipped.
     """
-    return jax.tree.map(lambda new, old: _select_leaf(pred, new, old), on_true, on_false)
-
-
-def _select_leaf(pred: jax.Array, new: ArrayLike, old: ArrayLike) -> ArrayLike:
-    return new if is_key(new) else select_leaf(pred, new, old)
+    choose = lambda new, old: new if is_key(new) else select_leaf(pred, new, old)
+    return jax.tree.map(choose, on_true, on_false)
 
 
 def select_leaf(pred: jax.Array, new: ArrayLike, old: ArrayLike) -> ArrayLike:

@@ -27,7 +27,6 @@ class Method:
     """Method of a module under a policy: all that does not depend on the call.
 
     Attributes:
-      name: of the method.
       is_forward: its arguments and results are cast.
       kept: positions and names of the arguments that are not cast.
       carried: those of recurrent state, which keeps its dtypes.
@@ -35,7 +34,6 @@ class Method:
         table of a layer. One that a user overrides may multiply by the kernel itself.
     """
 
-    name: str
     is_forward: bool
     kept: frozenset[int | str]
     carried: frozenset[int | str]
@@ -124,7 +122,6 @@ def _method_of(module_policy: ModulePolicy, name: str) -> Method:
     is_dot = has_dot and name == ("attend" if traits.embedding else "__call__")
     owner = traits.registered() if traits.registered else traits.layer
     return Method(
-        name=name,
         is_forward=is_named or is_of_flax,
         kept=_patterns.kept_inputs(module_policy.cls, name, names) if names else frozenset(),
         carried=frozenset(carried),
@@ -291,45 +288,6 @@ def widen_outputs(
         )
 
     return cast_tree(out, resolved.output_dtype, is_leaf, widen)
-
-
-def cast_beside_carry(
-    traits: LayerTraits,
-    module: Any,
-    method: str,
-    out: PyTree,
-    incoming: tuple[tuple[Any, ...], dict[str, Any]],
-    lifted: str,
-    cast: Callable[[PyTree], PyTree],
-) -> PyTree:
-    """Casts the results of a recurrent module, except its carry.
-
-    A loop requires that its carry keeps its dtypes, and a recurrent state keeps its precision.
-
-    Args:
-      traits: of the module's class.
-      module: the module.
-      method: name of the method.
-      out: its result.
-      incoming: its arguments before any cast.
-      lifted: the transformation of Linen whose body is called, such as "scan(block)".
-      cast: casts the other results.
-    """
-    args, kwargs = incoming
-    if "while_loop(" in lifted and args:
-        return cast_like(out, args[0])
-    if type(out) is not tuple or len(out) != 2:
-        return cast(out)
-    if "scan(" in lifted or (traits.is_cell and method == "__call__"):
-        return cast_like(out[0], args[0] if args else kwargs.get("carry")), cast(out[1])
-    if traits.is_rnn and _returns_carry(module, kwargs):
-        return out[0], cast(out[1])
-    return cast(out)
-
-
-def _returns_carry(module: Any, kwargs: dict[str, Any]) -> bool:
-    option = kwargs.get("return_carry")
-    return module.return_carry if option is None else option
 
 
 def written_back(value: Array, read: Array, stored: Array) -> Array:

@@ -58,18 +58,34 @@ class _LayerFunction:
         """
         k, n, exclusion = sizes
         if self.is_resting:
-            out = _plain(product, *operands, self.wide, preferred)
+            out = self._plain(product, *operands, preferred)
             if self.state is None or _explain.excluded(self.scaling, self.path, k, n, exclusion):
                 return out
             return _state.rest(out, self.state())
         if not _explain.decide(
             self.scaling, self.path, k, n, exclusion, operands[0].size // max(k, 1)
         ):
-            return _plain(product, *operands, self.wide, preferred)
-        wide = _result_dtype(*operands, preferred, self.wide)
+            return self._plain(product, *operands, preferred)
+        lhs, rhs = operands
+        own = lhs.dtype if _keeps_kernel(lhs.dtype, rhs.dtype) else None
+        wide = next((dtype for dtype in (self.wide, preferred) if dtype is not None), own)
         if self.state is None:
-            return in_fp8(*operands, preferred_element_type=wide)
-        return in_fp8(*operands, preferred_element_type=wide, state=self.state())
+            return in_fp8(lhs, rhs, preferred_element_type=wide)
+        return in_fp8(lhs, rhs, preferred_element_type=wide, state=self.state())
+
+    def _plain(
+        self,
+        product: Callable[..., jax.Array],
+        lhs: jax.Array,
+        rhs: jax.Array,
+        preferred: DTypeLike | None,
+    ) -> jax.Array:
+        """Computes the dot without FP8."""
+        if _keeps_kernel(lhs.dtype, rhs.dtype):
+            rhs = lax.convert_element_type(rhs, lhs.dtype)
+        if self.wide is not None and lhs.dtype == rhs.dtype != self.wide:
+            return _programs.wide_matmul(product, lhs, rhs, self.wide)
+        return product(lhs, rhs, preferred_element_type=preferred)
 
 
 class LayerDot(_LayerFunction):
@@ -143,29 +159,6 @@ def einsum_sizes(
     k = math.prod(kernel_shape[axis] for axis in contract)
     n = math.prod(kernel_shape) // max(k * math.prod(kernel_shape[axis] for axis in batch), 1)
     return k, n, ""
-
-
-def _plain(
-    product: Callable[..., jax.Array],
-    lhs: jax.Array,
-    rhs: jax.Array,
-    wide: DTypeLike | None,
-    preferred: DTypeLike | None,
-) -> jax.Array:
-    """Computes the dot without FP8."""
-    if _keeps_kernel(lhs.dtype, rhs.dtype):
-        rhs = lax.convert_element_type(rhs, lhs.dtype)
-    if wide is not None and lhs.dtype == rhs.dtype != wide:
-        return _programs.wide_matmul(product, lhs, rhs, wide)
-    return product(lhs, rhs, preferred_element_type=preferred)
-
-
-def _result_dtype(
-    lhs: jax.Array, rhs: jax.Array, preferred: DTypeLike | None, wide: DTypeLike | None
-) -> DTypeLike | None:
-    """Returns the dtype of the result of an FP8 dot; None: that of the operands."""
-    own = lhs.dtype if _keeps_kernel(lhs.dtype, rhs.dtype) else None
-    return next((dtype for dtype in (wide, preferred) if dtype is not None), own)
 
 
 # ---------------------------------------------------------------------------

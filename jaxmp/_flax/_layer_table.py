@@ -7,7 +7,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import threading
 import weakref
 from collections.abc import Callable, Mapping
@@ -105,11 +104,6 @@ class LayerTraits:
     caches: tuple[str, ...] = ()
     # The parameter whose rows `__call__` looks up. The rows are cast, and not the whole table.
     embedding: str = ""
-
-    @functools.cached_property
-    def has_carry(self) -> bool:
-        """True for recurrent cells and layers."""
-        return self.is_cell or self.is_rnn
 
     @property
     def is_convolution(self) -> bool:

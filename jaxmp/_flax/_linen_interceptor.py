@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import weakref
 from collections.abc import Callable, Hashable, Mapping
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import flax.linen as nn
 import jax
@@ -16,7 +16,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 
 from jaxmp import _core
 from jaxmp._autocast._resolve import trace
-from jaxmp._core import PyTree, _compat
+from jaxmp._core import Path, PyTree, _compat
 from jaxmp._flax import _labels
 from jaxmp._flax._casts import ModulePolicy, cast_like, is_complex, keeps_dtype, resolve_module
 from jaxmp._flax._layer_table import author_class
@@ -63,8 +63,6 @@ def modules_in(value: object) -> list[nn.Module]:
         return []
     return [leaf for leaf in jax.tree.leaves(value) if isinstance(leaf, nn.Module)]
 
-
-Path: TypeAlias = tuple[str, ...]
 
 # ---------------------------------------------------------------------------
 # Roots

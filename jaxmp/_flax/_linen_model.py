@@ -10,7 +10,7 @@ import threading
 import warnings
 import weakref
 from collections.abc import Callable, Hashable, Iterator
-from typing import Any, TypeVar, cast
+from typing import Any, TypeAlias, TypeVar, cast
 
 import flax.linen as nn
 import jax
@@ -18,7 +18,7 @@ from flax.core import DenyList
 
 from jaxmp import _core
 from jaxmp._autocast._resolve import trace
-from jaxmp._core import PyTree, _compat
+from jaxmp._core import Path, PyTree, _compat
 from jaxmp._flax import _linen_interceptor
 from jaxmp._flax._casts import cast_outputs, resolve_module
 from jaxmp._flax._layer_table import author_class
@@ -101,8 +101,7 @@ def explain_model(
         call = functools.partial(wrapped.apply, rngs=rngs, mutable=DenyList("params"))
         share = low_precision_share(call, variables, *args, **kwargs)
     decisions = wrapped.__dict__["_jaxmp_search"].reasons()
-    explanation = _required.explain_modules(policies, paths, outputs, decisions)
-    explanation = dataclasses.replace(explanation, low_precision_share=share)
+    explanation = _required.explain_modules(policies, paths, outputs, decisions, share)
     return explanation, call, (variables,)
 
 
@@ -126,7 +125,7 @@ _classes_lock = threading.Lock()
 
 
 def wrapped_class(
-    cls: type[nn.Module], policies: _load.PolicyMap, origin: _linen_interceptor.Path = ()
+    cls: type[nn.Module], policies: _load.PolicyMap, origin: Path = ()
 ) -> type[nn.Module]:
     """Returns the subclass of `cls` whose methods run under `policies`.
 
@@ -145,9 +144,7 @@ def wrapped_class(
         return wrapped
 
 
-def _make_class(
-    cls: type[nn.Module], policies: _load.PolicyMap, origin: _linen_interceptor.Path
-) -> type[nn.Module]:
+def _make_class(cls: type[nn.Module], policies: _load.PolicyMap, origin: Path) -> type[nn.Module]:
     members: dict[str, Any] = {name: _under_policy(cls, name) for name in _methods(cls)}
     members |= {
         # Otherwise Flax would generate them, and override those of the class.
@@ -198,17 +195,17 @@ def _intercepted(method: Callable[..., Any]) -> Callable[..., Any]:
     return method if hasattr(method, "nowrap") else nn.module.wrap_method_once(method)
 
 
+# Function of a module, and the other arguments of a call.
+_Call: TypeAlias = tuple[Callable[..., PyTree], tuple[PyTree, ...], dict[str, PyTree]]
+
+
 @contextlib.contextmanager
-def _entered(
-    module: Any,
-    call: tuple[Callable[..., PyTree], tuple[PyTree, ...], dict[str, PyTree]] | None = None,
-) -> Iterator[None]:
+def _entered(module: Any, call: _Call | None = None) -> Iterator[None]:
     """Runs a block under the policies of `module`, unless they, or plain `init`, are active.
 
     Args:
       module: a bound module.
-      call: the call that the block is: function of the module, positional and keyword arguments;
-        None for another block.
+      call: the call that the block is; None for another block.
     """
     policies = _compat.current_context().policies
     if module.scope is None or isinstance(policies, _linen_interceptor.Plain):
@@ -224,21 +221,16 @@ def _entered(
     # Before the model is searched: in that trace no warning is shown.
     inputs = lambda: (module.variables.get("params", {}), (call or ())[1:])
     _device.check_training(root.policies, inputs, mark)
-    decisions = None if call is None else _decisions_of(module, root, *call)
+    decisions = None if call is None else _decisions_of(module, root, call)
     under_policies = _compat.context(policies=root, decisions=decisions)
     interceptor = functools.partial(_linen_interceptor.intercept, root)
     with nn.intercept_methods(interceptor), under_policies:
         yield
 
 
-def _decisions_of(
-    module: Any,
-    root: _linen_interceptor.Root,
-    function: Callable[..., PyTree],
-    args: tuple[PyTree, ...],
-    kwargs: dict[str, PyTree],
-) -> Hashable:
+def _decisions_of(module: Any, root: _linen_interceptor.Root, called: _Call) -> Hashable:
     """Returns the labels of the values of a call that are not rounded."""
+    function, args, kwargs = called
 
     def run(arrays: PyTree) -> PyTree:
         variables, rngs, args, kwargs = arrays
@@ -368,9 +360,7 @@ def _with_submodules(module: nn.Module) -> list[nn.Module]:
     return [module, *(part for child in below for part in _with_submodules(child))]
 
 
-def _rebuild(
-    cls: type[nn.Module], policies: _load.PolicyMap, origin: _linen_interceptor.Path = ()
-) -> nn.Module:
+def _rebuild(cls: type[nn.Module], policies: _load.PolicyMap, origin: Path = ()) -> nn.Module:
     return object.__new__(wrapped_class(cls, policies, origin))
 
 

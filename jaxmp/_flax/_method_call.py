@@ -53,7 +53,7 @@ class MethodCall:
       module, module_policy, method: the module, its policy, and the name of the method.
       keeps_dtype: the operands require the dtype that the author of the model chose.
       is_function: a transformation of Linen calls a function with the module.
-      lifted: as in `cast_beside_carry`.
+      lifted: the transformation of Linen whose body is called, such as "scan(block)".
       caller: the enclosing call if a module calls its own method; otherwise None.
       originals: of the arguments that were cast to 16 bits.
     """
@@ -118,14 +118,9 @@ class MethodCall:
             except (TypeError, ValueError, NotImplementedError) as error:
                 explain_mismatch(error, module_policy, "" if self.is_forward else self.method)
                 raise
-            if self.at_boundary and _explain.is_recording():
+            if _explain.is_recording() and self.at_boundary:
                 _missing_precision.note_weights(module_policy, self.own_params)
-        cast = functools.partial(self._cast_results, incoming)
-        if not self.lifted and not module_policy.traits.has_carry:
-            return cast(out)
-        return _casts.cast_beside_carry(
-            module_policy.traits, self.module, self.method, out, incoming, self.lifted, cast
-        )
+        return self._cast_beside_carry(incoming, out)
 
     @contextlib.contextmanager
     def _running(self) -> Iterator[None]:
@@ -178,6 +173,30 @@ class MethodCall:
 
         cast_args = tuple(map(cast_argument, itertools.count(), args))
         return cast_args, {name: cast_argument(name, value) for name, value in kwargs.items()}
+
+    def _cast_beside_carry(
+        self, incoming: tuple[tuple[PyTree, ...], dict[str, PyTree]], out: PyTree
+    ) -> PyTree:
+        """Casts results as `_cast_results` does, except the carry of a loop or recurrent module.
+
+        A loop requires that its carry keeps its dtypes, and a recurrent state keeps its precision.
+        """
+        (args, kwargs), traits = incoming, self.module_policy.traits
+        cast = functools.partial(self._cast_results, incoming)
+        if "while_loop(" in self.lifted and args:
+            return _casts.cast_like(out, args[0])
+        if type(out) is not tuple or len(out) != 2:
+            return cast(out)
+        if "scan(" in self.lifted or (traits.is_cell and self.method == "__call__"):
+            carry = args[0] if args else kwargs.get("carry")
+            return _casts.cast_like(out[0], carry), cast(out[1])
+        if traits.is_rnn and self._returns_carry(kwargs):
+            return out[0], cast(out[1])
+        return cast(out)
+
+    def _returns_carry(self, kwargs: dict[str, Any]) -> bool:
+        option = kwargs.get("return_carry")
+        return self.module.return_carry if option is None else option
 
     def _cast_results(
         self, incoming: tuple[tuple[PyTree, ...], dict[str, PyTree]], out: PyTree

@@ -9,7 +9,6 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -29,7 +28,6 @@ def low_precision_share(fn: Callable[..., Any], *args: PyTree, **kwargs: PyTree)
       fn: any JAX function; nothing is computed.
       *args, **kwargs: its arguments, or their shapes.
     """
-    args, kwargs = jax.tree.map(_shape_of, (args, kwargs))
     with _explain.recorded():
         return _share(_programs.trace(fn, args, kwargs).closed)
 
@@ -42,12 +40,6 @@ def _share(closed: _compat.ClosedJaxpr) -> float | None:
         return None
     low = sum(flops[pair] for pair in flops if all(_core.bits(dtype) <= 16 for dtype in pair))
     return low / flops.total() if flops.total() else None
-
-
-def _shape_of(leaf: object) -> object:
-    if not isinstance(leaf, jax.Array):
-        return leaf
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, weak_type=getattr(leaf, "weak_type", False))
 
 
 class _WeightMatmuls(_programs.Forward):

@@ -4,22 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any, TypeAlias
+from typing import Any
 
 import jax
 import numpy as np
 from flax import nnx
 
 from jaxmp import _core
-from jaxmp._core import DTypeLike, Mark, PyTree, _compat
+from jaxmp._core import DTypeLike, Mark, Path, PyTree, _compat
 from jaxmp._flax._casts import resolve_module, written_back
 from jaxmp._flax._fp8_layers import is_stateful
 from jaxmp._flax._layer_table import LayerTraits
 from jaxmp._flax._nnx_layers import NNX_LAYERS, read_fp8_state
 from jaxmp._flax._search import ModelSearch
 from jaxmp._policies._load import PolicyMap
-
-Path: TypeAlias = tuple[str, ...]
 
 # Flax does not list attributes with this prefix as a user's: in the items of an `nnx.Dict`, in the
 # variables of a `ToNNX`, in a `repr`.
@@ -185,18 +183,15 @@ def read_as(source: nnx.Variable[Any], dtype: DTypeLike) -> nnx.Variable[Any]:
     """Returns a Variable of the same type that is read in `dtype` and writes to `source`."""
     value = source.get_raw_value()
     castable = isinstance(value, (jax.Array, np.ndarray)) and _core.is_castable(value)
-    if not castable or value.dtype == dtype or not _is_ordinary(source):
+    # In a `jax.Ref`, or of a hijax type.
+    is_special = getattr(source, "ref", False) or getattr(source, "hijax", False)
+    if not castable or value.dtype == dtype or is_special:
         return source
     variable = _cast_class(type(source)).from_metadata(
         _core.cast(value, dtype), source.get_metadata()
     )
     object.__setattr__(variable, "_source", source)
     return variable
-
-
-def _is_ordinary(variable: nnx.Variable[Any]) -> bool:
-    """Returns False for a Variable in a `jax.Ref` or of a hijax type."""
-    return not (getattr(variable, "ref", False) or getattr(variable, "hijax", False))
 
 
 # One class for each class of Variables, which JAX compares in pytrees. Flax registers both with

@@ -271,55 +271,55 @@ class _Call:
         """Returns the path of a leaf in its object."""
         return self.paths[i][1:]
 
-    def _variables(self, arg: PyTree, pure: PyTree) -> tuple[PyTree, list[tuple[Any, PyTree]]]:
-        """Puts the arrays of a differentiated argument into Variables.
+    def _filled(
+        self, arg: PyTree, pure: PyTree, of_object: Callable[[int, dict[int, Any]], PyTree]
+    ) -> PyTree:
+        """Puts the arrays of a differentiated argument into the argument.
 
-        Returns:
-          The structure of the argument; and each of its leaves with its value, which is a dict of
-          index and Variable for an object.
+        Args:
+          arg: The argument, with a reference for each object.
+          pure: Its arrays.
+          of_object: Returns what stands for an object; called with the index of the object and
+            its Variables by the indices of their leaves, which hold the arrays.
         """
         params, overwritten = _overwritten.split(pure)
-        structure = jax.tree.structure(arg, is_leaf=is_ref)
-        rows = []
-        for leaf, value in zip(
-            jax.tree.leaves(arg, is_leaf=is_ref), structure.flatten_up_to(params), strict=True
-        ):
-            if is_ref(leaf):
-                k = leaf.index
-                states = {i: value for i in self.differentiated[k]}
-                if overwritten is not None:
-                    states |= {i: overwritten[str(k)] for i in self.overwritten[k]}
-                value = {
-                    i: _renewed(self.leaves[i], functools.reduce(getitem, self._path(i), state))
-                    for i, state in states.items()
-                }
-            rows.append((leaf, value))
-        return structure, rows
+
+        def fill(leaf: Any, value: PyTree) -> PyTree:
+            if not is_ref(leaf):
+                return value
+            k = leaf.index
+            states: dict[int, PyTree] = dict.fromkeys(self.differentiated[k], value)
+            if overwritten is not None:
+                states |= dict.fromkeys(self.overwritten[k], overwritten[str(k)])
+            variables = {
+                i: _renewed(self.leaves[i], functools.reduce(getitem, self._path(i), state))
+                for i, state in states.items()
+            }
+            return of_object(k, variables)
+
+        return jax.tree.map(fill, arg, params, is_leaf=is_ref)
 
     def _inner_leaves(self, pure_args: Sequence[Any], carried: Sequence[Any]) -> list[Any]:
         """Creates Variables around the arrays with which the function is differentiated."""
         inner: list[Any] = list(map(_renewed, self.leaves, self.values))
         for i, value in zip(self.carried, carried, strict=True):
             inner[i] = _renewed(self.leaves[i], value)
+
+        def put(_: int, variables: dict[int, Any]) -> None:
+            for i, variable in variables.items():
+                inner[i] = constrain_variable(variable)
+
         for i in self.filters:
-            for leaf, variables in self._variables(self.args[i], pure_args[i])[1]:
-                for j, variable in variables.items() if is_ref(leaf) else ():
-                    inner[j] = constrain_variable(variable)
+            self._filled(self.args[i], pure_args[i], put)
         return inner
 
     def _inner_args(self, pure_args: Sequence[Any], objects: Sequence[Any]) -> list[Any]:
-        out = []
-        for i, (arg, pure) in enumerate(zip(self.args, pure_args, strict=True)):
-            if i not in self.filters:
-                out.append(put_objects(pure, objects))
-                continue
-            structure, rows = self._variables(arg, pure)
-            out.append(
-                structure.unflatten(
-                    objects[leaf.index] if is_ref(leaf) else value for leaf, value in rows
-                )
-            )
-        return out
+        return [
+            self._filled(arg, pure, lambda k, _: objects[k])
+            if i in self.filters
+            else put_objects(pure, objects)
+            for i, (arg, pure) in enumerate(zip(self.args, pure_args, strict=True))
+        ]
 
     def _pure(
         self, *args: PyTree, **kwargs: PyTree
@@ -428,16 +428,13 @@ class _Call:
 
     def _grads(self, i: int, grads: PyTree) -> PyTree:
         """Returns the gradients of argument `i`, with an `nnx.State` for each module."""
-        structure, rows = self._variables(self.args[i], grads)
 
         def of_object(k: int, variables: dict[int, Any]) -> PyTree:
             if isinstance(self.objects[k], nnx.Variable):
                 return next(iter(variables.values()))
             return nnx.from_flat_state([(self._path(i), leaf) for i, leaf in variables.items()])
 
-        return structure.unflatten(
-            of_object(leaf.index, value) if is_ref(leaf) else value for leaf, value in rows
-        )
+        return self._filled(self.args[i], grads, of_object)
 
     def _writes(self) -> list[Write]:
         writes = []

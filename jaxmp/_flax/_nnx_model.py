@@ -14,10 +14,10 @@ from flax import linen, nnx
 from jax.sharding import NamedSharding
 
 from jaxmp import _core
-from jaxmp._core import PyTree
+from jaxmp._core import Path, PyTree
 from jaxmp._flax._layer_table import author_class
 from jaxmp._flax._missing_precision import low_precision_share
-from jaxmp._flax._nnx_cast_on_read import Path, bound_of, is_member
+from jaxmp._flax._nnx_cast_on_read import bound_of, is_member
 from jaxmp._flax._nnx_layers import NNX_LAYERS
 from jaxmp._flax._nnx_subclass import bind, unbind
 from jaxmp._flax._shardings import SPEC, check_model
@@ -121,13 +121,10 @@ def paths_of(entries: list[ModuleEntry]) -> dict[str, type | None]:
             paths["/".join(path)] = author_class(type(entry.module))
     for entry in entries:
         for path in entry.paths:
-            paths |= {_param_path(path, name): None for name, _ in entry.params}
+            # As in the model's state: `a/layers:0` for a parameter in a list.
+            names = ((*path, *name.split("/")) for name, _ in entry.params)
+            paths |= dict.fromkeys(map(_core.parameter_path, names))
     return paths
-
-
-def _param_path(owner: Path, name: str) -> str:
-    """Returns the path of a parameter as in the model's state: `a/layers:0` for one in a list."""
-    return _core.parameter_path((*owner, *name.split("/")))
 
 
 # ---------------------------------------------------------------------------
@@ -223,8 +220,7 @@ def explain_model(
         warnings.simplefilter("ignore", RecipeWarning)
         share = low_precision_share(call, state, *args, **kwargs)
     search = bound_of(wrapped).search  # pyright: ignore[reportOptionalMemberAccess]
-    explanation = _required.explain_modules(policies, paths, outputs, search.reasons())
-    explanation = dataclasses.replace(explanation, low_precision_share=share)
+    explanation = _required.explain_modules(policies, paths, outputs, search.reasons(), share)
     return explanation, call, (state,)
 
 

@@ -17,7 +17,7 @@ from flax.nnx.nn.dtypes import promote_dtype
 
 from jaxmp import _core
 from jaxmp._attention._layer import attention_under_policy
-from jaxmp._core import DTypeLike, PyTree, _compat
+from jaxmp._core import DTypeLike, Path, PyTree, _compat
 from jaxmp._flax import _labels, _search
 from jaxmp._flax._casts import ModulePolicy, is_complex, keeps_dtype
 from jaxmp._flax._layer_table import dot_changes, is_flax
@@ -26,7 +26,6 @@ from jaxmp._flax._nnx_cast_on_read import (
     ATTRIBUTE,
     Bound,
     CastOnRead,
-    Path,
     bound_of,
     cast_on_read,
     is_member,

@@ -17,7 +17,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxmp import _core
 from jaxmp._core import Array, PyTree, _compat
 from jaxmp._gradients._fp32 import is_on_several_devices, with_fp32_gradients
-from jaxmp._gradients._hints import TracedLoss, check_matmuls, note_scaled, traced_loss, traces_of
+from jaxmp._gradients._hints import TracedLoss, check_matmuls, note_scaled, traced, traces_of
 from jaxmp._gradients._loss_scale import LossScale, NoLossScale
 from jaxmp.errors import JaxmpError
 from jaxmp.fp8 import _overwritten
@@ -83,7 +83,7 @@ def differentiate(
         if is_scaled:
             note_scaled(inputs)
         replaced = dict(zip(options.argnums, inputs, strict=True))
-        with traced_loss(described):
+        with _compat.assigned(traced, described):
             out = fn(*(replaced.get(i, arg) for i, arg in enumerate(args)), **kwargs)
         loss, weight, aux = parse_result(out, options)
         return loss, (
@@ -177,16 +177,6 @@ def _poison(finite: jax.Array, grads: PyTree, *, only_one: bool) -> PyTree:
 # ---------------------------------------------------------------------------
 # Devices, and the mean
 # ---------------------------------------------------------------------------
-
-
-def vary_args(args: tuple[Any, ...], options: Options) -> tuple[Any, ...]:
-    """Marks arguments as device-varying, so that gradients are summed only in `reduce_sums`."""
-    if not options.axes:
-        return args
-    return tuple(
-        _compat.vary(arg, options.axes) if i in options.argnums else arg
-        for i, arg in enumerate(args)
-    )
 
 
 def reduce_sums(sums: Sums, options: Options) -> Sums:

@@ -7,11 +7,9 @@ was scaled, and the loss scale of an optimizer's state the dtype that its recipe
 
 from __future__ import annotations
 
-import contextlib
 import contextvars
 import warnings
 import weakref
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -40,16 +38,6 @@ class TracedLoss(NamedTuple):
 
 # The loss that is being traced. Its models read it here, because no argument passes it to them.
 traced = contextvars.ContextVar[TracedLoss | None]("traced", default=None)
-
-
-@contextlib.contextmanager
-def traced_loss(loss: TracedLoss) -> Iterator[None]:
-    """Describes in a block the loss that it traces."""
-    token = traced.set(loss)
-    try:
-        yield
-    finally:
-        traced.reset(token)
 
 
 def traces_of(tree: PyTree) -> frozenset[Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import functools
 import math
 from collections.abc import Callable
 from typing import Any, ClassVar, Literal, NoReturn, Self, TypeVar, final, get_args
@@ -212,16 +213,12 @@ class Scaling(LossScale):
 
     def scale(self, tree: T) -> T:
         note_scaled(tree)
-        return jax.tree.map(lambda leaf: rescale_leaf(self._multiply, leaf), tree)
+        multiply = lambda x: x * self.scale_value.astype(x.dtype)
+        return jax.tree.map(functools.partial(rescale_leaf, multiply), tree)
 
     def unscale(self, tree: T) -> T:
-        return jax.tree.map(lambda leaf: rescale_leaf(self._divide, leaf), tree)
-
-    def _multiply(self, x: jax.Array) -> jax.Array:
-        return x * self.scale_value.astype(x.dtype)
-
-    def _divide(self, x: jax.Array) -> jax.Array:
-        return x / self.scale_value.astype(x.dtype)
+        divide = lambda x: x / self.scale_value.astype(x.dtype)
+        return jax.tree.map(functools.partial(rescale_leaf, divide), tree)
 
 
 @final
@@ -303,8 +300,7 @@ def check_factor(name: str, value: float, low: float, high: float) -> float:
 
 
 def check_count(name: str, value: int, least: int) -> int:
-    whole = isinstance(value, (int, np.integer)) and not isinstance(value, bool)
-    if not whole or not least <= value <= _LARGEST_COUNT:
+    if not _core.is_integer(value, least) or value > _LARGEST_COUNT:
         raise _refusal(name, value, f"an int from {least} to 2**31 - 1", least + 1)
     return int(value)
 

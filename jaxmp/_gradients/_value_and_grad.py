@@ -20,7 +20,6 @@ from jaxmp._gradients._evaluate import (
     evaluate,
     mean_of_sums,
     reduce_sums,
-    vary_args,
 )
 from jaxmp._gradients._fp32 import is_on_several_devices
 from jaxmp.errors import JaxmpError
@@ -141,11 +140,9 @@ def value_and_grad(
         before = tuple(args[i] for i in called.argnums)
         called = dataclasses.replace(called, before=before)
         spread = is_on_several_devices(args, kwargs)
-        args = tuple(
-            _overwritten.begin_step(arg, spread) if i in called.argnums else arg
-            for i, arg in enumerate(args)
-        )
-        args = vary_args(args, called)
+        # As device-varying arguments, their gradients are summed in `reduce_sums` only.
+        begin = lambda arg: _compat.vary(_overwritten.begin_step(arg, spread), called.axes)
+        args = tuple(begin(arg) if i in called.argnums else arg for i, arg in enumerate(args))
         run = evaluate if called.microbatches == 1 else accumulate
         sums, aux = run(fn, args, kwargs, called)
         loss, grads = mean_of_sums(reduce_sums(sums, called))
@@ -200,7 +197,7 @@ def check_argnums(argnums: int | Sequence[int]) -> None:
     """
     numbers = argnums if isinstance(argnums, (tuple, list)) else (argnums,)
     for number in numbers:
-        if isinstance(number, bool) or not isinstance(number, (int, np.integer)):
+        if not _core.is_integer(number):
             raise JaxmpError(
                 f"argnums={argnums!r}: the second argument of value_and_grad and grad is the "
                 "number of the argument to differentiate, or a tuple of such numbers, as in JAX. "
@@ -209,11 +206,7 @@ def check_argnums(argnums: int | Sequence[int]) -> None:
 
 
 def check_positive(microbatches: int) -> int:
-    if (
-        isinstance(microbatches, bool)
-        or not isinstance(microbatches, (int, np.integer))
-        or microbatches < 1
-    ):
+    if not _core.is_integer(microbatches, 1):
         raise JaxmpError(f"microbatches={microbatches!r} must be an integer >= 1; for example 4.")
     return int(microbatches)
 

@@ -98,8 +98,7 @@ class OpRule:
             return "its operands must share a dtype."
         if category == "inside":
             return "it does not contain a program."
-        hint = _core.did_you_mean(category, self.allowed) if isinstance(category, str) else ""
-        return f"this category does not exist.{hint}"
+        return f"this category does not exist.{_core.did_you_mean(category, self.allowed)}"
 
     @property
     def example(self) -> str:

@@ -76,9 +76,8 @@ def canonical_fields(fields: Mapping[str, Any], *, within: str) -> dict[str, Any
 def _canonical_choice(name: str, value: Any, where: str) -> str:
     description, allowed, example = _CHOICES[name]
     if value not in allowed:
-        hint = _core.did_you_mean(value, allowed) if isinstance(value, str) else ""
         raise PolicyError(
-            f"Unknown {description} {value!r}{where}.{hint} Allowed: "
+            f"Unknown {description} {value!r}{where}.{_core.did_you_mean(value, allowed)} Allowed: "
             f"{', '.join(map(repr, allowed))}; for example {example!r}."
         )
     return value

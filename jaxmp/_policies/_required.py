@@ -129,6 +129,7 @@ def explain_modules(
     paths: Iterable[str] | Mapping[str, ModuleType],
     outputs: Mapping[str, int | None] = MappingProxyType({}),
     decisions: Mapping[str, str] = MappingProxyType({}),
+    share: float | None = None,
 ) -> PolicyExplanation:
     """Explains all modules of a model, and the parameters that a `path:name` rule decides.
 
@@ -137,6 +138,7 @@ def explain_modules(
       paths: every module path and `path:name` of a model, or a mapping to classes.
       outputs: module path -> number of outputs of a linear layer, or None.
       decisions: path of a linear layer -> why its results are not rounded.
+      share: `PolicyExplanation.low_precision_share`.
     """
     types = typed_paths(paths)
     rows, used = [], set()
@@ -161,7 +163,9 @@ def explain_modules(
         )
         rows.append(row)
     unused = tuple(rule for number, rule in enumerate(policies.rules) if number not in used)
-    return PolicyExplanation(rows=tuple(rows), paths=tuple(types), unused=unused)
+    return PolicyExplanation(
+        rows=tuple(rows), paths=tuple(types), unused=unused, low_precision_share=share
+    )
 
 
 def check_required(

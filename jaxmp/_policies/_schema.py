@@ -12,7 +12,7 @@ from jaxmp._policies import _phases, _policy, _scaling_table, _toml
 from jaxmp._policies._op_table import DEFAULT_OPS, OpRule, unknown_op
 from jaxmp._policies._phases import Phase
 from jaxmp._policies._rules import POSITION, Rule
-from jaxmp._policies._toml import BOOLEAN, COUNT, DTYPE, NUMBER, Field, Setting, choice
+from jaxmp._policies._toml import BOOLEAN, COUNT, DTYPE, NUMBER, POSITIVE, Field, Setting, choice
 from jaxmp.errors import RecipeError, RuleError
 
 MASTERS = ("auto", "fp32", "packed", "none")
@@ -84,20 +84,17 @@ _ATTENTION = {
 }
 assert tuple(_ATTENTION) == _policy.ATTENTION_FIELDS
 
+_BOUND = NUMBER._replace(
+    allowed='a number that FP32 can represent, or "none"', example="1.0", names={"none": None}
+)
 # Settings of a dynamic loss scale. `DynamicLossScale` checks their ranges when the recipe is built.
 DYNAMIC = {
     "init_scale": NUMBER,
     "growth_factor": NUMBER._replace(example="2.0"),
     "backoff_factor": NUMBER._replace(example="0.5"),
     "growth_interval": COUNT,
-    "min_scale": NUMBER._replace(
-        allowed='a number that FP32 can represent, or "none"', example="1.0", names={"none": None}
-    ),
-    "max_scale": NUMBER._replace(
-        allowed='a number that FP32 can represent, or "none"',
-        example="16777216.0",
-        names={"none": None},
-    ),
+    "min_scale": _BOUND,
+    "max_scale": _BOUND._replace(example="16777216.0"),
     "hysteresis": COUNT._replace(example="2"),
     "hysteresis_refill": choice("growth", "clean"),
     "first_growth_delay": COUNT._replace(example="1"),
@@ -136,7 +133,7 @@ RULE = {
     "required": BOOLEAN._replace(example="false"),
     "why": Field("a string", '"the loss reads FP32 logits"'),
     **{
-        key: COUNT._replace(allowed="a positive integer", example=number, bounds=(1, 2**31 - 1))
+        key: POSITIVE._replace(example=number)
         for key, number in zip(POSITION, ("1", "2", "24"), strict=True)
     },
     **_POLICY,
@@ -145,9 +142,7 @@ RULE = {
 
 # Keys of each [[phases]].
 PHASE = {
-    "from_step": COUNT._replace(
-        allowed="a positive integer", example="9000", bounds=(1, 2**31 - 1)
-    ),
+    "from_step": POSITIVE._replace(example="9000"),
     **{key: _POLICY[key] for key in _phases.POLICY_KEYS},
     **{key: _scaling_table.FIELDS[key] for key in _phases.SCALING_KEYS},
     "why": Field("a string", '"the learning rate is small"'),

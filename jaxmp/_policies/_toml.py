@@ -278,7 +278,7 @@ class Field(NamedTuple):
         is_outside = isinstance(value, (int, float)) and not low <= value <= high
         is_long = self.is_line and isinstance(value, str) and not value.isprintable()
         if type(value) not in self.types or is_outside or is_long:
-            hint = _core.did_you_mean(value, self.names) if isinstance(value, str) else ""
+            hint = _core.did_you_mean(value, self.names)
             raise RecipeError(f"{describe(value)} is not allowed.{hint} Allowed: {self.allowed}.")
         return value if self.convert is None else self.convert(value)
 
@@ -309,6 +309,7 @@ NUMBER = Field(
     convert=float,
 )
 COUNT = Field("an integer", "2000", (int,), bounds=(-(2**31), 2**31 - 1))
+POSITIVE = COUNT._replace(allowed="a positive integer", bounds=(1, 2**31 - 1))
 DTYPE = Field("the name of a dtype of at least 16 bits", '"float32"', convert=_dtype_name)
 
 

@@ -43,7 +43,7 @@ from jaxmp._programs._jaxprs import BACKWARD, FORWARD, Atom, Equation, Path, equ
 from jaxmp._programs._locations import FULL_PRECISION
 
 
-def primitives(jaxpr: _compat.Jaxpr | _compat.ClosedJaxpr) -> set[str]:
+def primitives(jaxpr: _compat.AnyJaxpr) -> set[str]:
     """Returns the names of all operations in a jaxpr at any depth."""
     return {equation.primitive.name for equation in equations(jaxpr)}
 
@@ -55,7 +55,7 @@ class Body:
       jaxpr: open or closed.
     """
 
-    def __init__(self, jaxpr: _compat.Jaxpr | _compat.ClosedJaxpr) -> None:
+    def __init__(self, jaxpr: _compat.AnyJaxpr) -> None:
         self.jaxpr = _compat.jaxpr_body(jaxpr)[0]
 
     @functools.cached_property
@@ -223,7 +223,7 @@ class Backward:
 
     def run(
         self,
-        jaxpr: _compat.Jaxpr | _compat.ClosedJaxpr,
+        jaxpr: _compat.AnyJaxpr,
         results: Sequence[Any],
         place: Place | None = None,
         state: Any = None,
@@ -234,7 +234,7 @@ class Backward:
 
     def facts(
         self,
-        jaxpr: _compat.Jaxpr | _compat.ClosedJaxpr,
+        jaxpr: _compat.AnyJaxpr,
         results: Sequence[Any],
         place: Place | None = None,
         state: Any = None,
@@ -308,9 +308,7 @@ class Backward:
 class ModuleOutputs:
     """Consumers in the forward pass, and outputs of modules, of one jaxpr."""
 
-    def __init__(
-        self, jaxpr: _compat.Jaxpr | _compat.ClosedJaxpr, place: Place, used: Sequence[bool] | None
-    ) -> None:
+    def __init__(self, jaxpr: _compat.AnyJaxpr, place: Place, used: Sequence[bool] | None) -> None:
         body, _ = _compat.jaxpr_body(jaxpr)
         located = [(each, place.of(each)) for each in equations(body, inside=False)]
         self._forward = [(each, at.scopes) for each, at in located if at.phase == FORWARD]

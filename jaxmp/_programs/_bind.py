@@ -35,17 +35,13 @@ def bind(equation: JaxprEqn, arrays: list[Any], **changes: object) -> Any:
     primitive, params = equation.primitive, {**equation.params, **changes}
     scatter = SCATTERS.get(primitive.name)
     if scatter is not None and arrays[0].dtype != getattr(equation.invars[0].aval, "dtype", None):
-        return scatter(*arrays, **scatter_of(equation))
+        # JAX's functions accept these parameters as options.
+        return scatter(*arrays, **{name: equation.params[name] for name in _OF_SCATTER})
     if hasattr(primitive, "get_bind_params"):
         params = primitive.get_bind_params(params)
     results = primitive.bind(*arrays, **params)
     # JAX 0.12 returns the results of `shard_map` in another type of sequence.
     return list(results) if primitive.multiple_results else results
-
-
-def scatter_of(equation: JaxprEqn) -> dict[str, Any]:
-    """Returns the options of a scatter that the functions of `SCATTERS` accept."""
-    return {name: equation.params[name] for name in _OF_SCATTER}
 
 
 @contextlib.contextmanager

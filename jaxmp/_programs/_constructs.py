@@ -16,7 +16,7 @@ import jax
 from jax import lax
 
 from jaxmp._core import _compat
-from jaxmp._core._compat import ClosedJaxpr, Jaxpr
+from jaxmp._core._compat import AnyJaxpr, ClosedJaxpr, Jaxpr
 
 
 class Form(enum.Enum):
@@ -85,7 +85,7 @@ def sub_jaxprs(equation: Any) -> list[Any]:
     return jaxprs
 
 
-def is_jaxpr(value: object) -> TypeGuard[Jaxpr | ClosedJaxpr]:
+def is_jaxpr(value: object) -> TypeGuard[AnyJaxpr]:
     """Returns True for an open or closed jaxpr."""
     return isinstance(value, (Jaxpr, ClosedJaxpr))
 
@@ -98,18 +98,14 @@ def is_jaxpr(value: object) -> TypeGuard[Jaxpr | ClosedJaxpr]:
 class Call(NamedTuple):
     """Equation that runs one jaxpr once: a call, `jax.checkpoint` or a custom derivative.
 
-    parameter: name of the parameter that contains the jaxpr.
     jaxpr: the jaxpr.
-    name: name of a jitted function; "" if there is none.
     is_recomputation: True for the part of a `jax.checkpoint` that belongs to a backward pass.
     prevent_cse: for `jax.checkpoint`, True (or a flag per operand) if XLA must not merge the
       recomputation with the forward pass.
     policy: for `jax.checkpoint`, the residuals that are saved.
     """
 
-    parameter: str
     jaxpr: Any
-    name: str
     is_recomputation: bool
     prevent_cse: bool | tuple[bool, ...]
     policy: Any
@@ -233,11 +229,8 @@ class ShardMap(NamedTuple):
 def call_of(equation: Any) -> Call:
     """Returns the record of an equation in `CALLS`, `REMATS` or `CUSTOM_DERIVATIVES`."""
     params = equation.params
-    parameter = "jaxpr" if "jaxpr" in params else "call_jaxpr"
     return Call(
-        parameter,
-        params[parameter],
-        params.get("name", ""),
+        params["jaxpr" if "jaxpr" in params else "call_jaxpr"],
         params.get("differentiated", False),
         params.get("prevent_cse", False),
         params.get("policy"),
@@ -398,7 +391,7 @@ def inners(equation: Any) -> list[Inner]:
     return [_inner(equation, jaxpr, indices)._replace(**options) for jaxpr in sub_jaxprs(equation)]
 
 
-def _inner(equation: Any, jaxpr: Jaxpr | ClosedJaxpr, indices: Sequence[int]) -> Inner:
+def _inner(equation: Any, jaxpr: AnyJaxpr, indices: Sequence[int]) -> Inner:
     body, _ = _compat.jaxpr_body(jaxpr)
     args, outs = len(body.invars), len(body.outvars)
     known: list[int | None] = [*indices] if len(indices) == args else [None] * args

@@ -91,7 +91,7 @@ class _Distances(Forward):
         return [_Terms(id(var)) if terms is None else terms for var, terms in pairs]
 
 
-def distance_calls(jaxpr: _compat.Jaxpr | _compat.ClosedJaxpr) -> set[Any]:
+def distance_calls(jaxpr: _compat.AnyJaxpr) -> set[Any]:
     """Returns the call stacks of the matmuls of distances, which are also those of gradients."""
     distances = _Distances()
     distances.run(jaxpr, [None] * len(_compat.jaxpr_body(jaxpr)[0].invars))

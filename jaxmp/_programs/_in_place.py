@@ -16,7 +16,7 @@ from jax.core import ShapedArray
 from jax.custom_derivatives import SymbolicZero
 
 from jaxmp._core import Array, PyTree, _compat
-from jaxmp._core._compat import ClosedJaxpr, Jaxpr, JaxprEqn
+from jaxmp._core._compat import AnyJaxpr, ClosedJaxpr, Jaxpr, JaxprEqn
 from jaxmp._programs import _constructs
 from jaxmp._programs._bind import bind
 from jaxmp._programs._interpreter import Interpreter, Place
@@ -109,12 +109,7 @@ class InPlace(Interpreter):
         return list(map(self.noted, outs, notes))
 
     def retraced(
-        self,
-        jaxpr: Jaxpr | ClosedJaxpr,
-        values: list[Any],
-        place: Place,
-        state: Any = None,
-        fixed: int = 0,
+        self, jaxpr: AnyJaxpr, values: list[Any], place: Place, state: Any = None, fixed: int = 0
     ) -> tuple[Any, list[Any]]:
         """Traces a jaxpr again for other values of its arguments.
 

@@ -25,8 +25,9 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import enum
-from collections.abc import Callable, Hashable, Sequence
-from typing import Any, NamedTuple
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -80,6 +81,10 @@ class Entry(enum.Enum):
     SHARD = enum.auto()  # as the parts of one device
 
 
+# Side results. JAX passes a tree of this type through loops and branches without sorting its keys.
+_Side: TypeAlias = "OrderedDict[Any, Any]"
+
+
 class Interpreter:
     """Runs a jaxpr again; see the documentation of this module."""
 
@@ -96,7 +101,7 @@ class Interpreter:
     drops_derivatives = False
 
     def __init__(self) -> None:
-        self.side: dict[Any, Any] = {}
+        self.side: _Side = OrderedDict()
         # Operations with a jaxpr that the client met and no module of jaxmp enters.
         self.unknown: set[str] = set()
 
@@ -134,7 +139,7 @@ class Interpreter:
 
     def run(
         self,
-        jaxpr: _compat.Jaxpr | _compat.ClosedJaxpr,
+        jaxpr: _compat.AnyJaxpr,
         args: Sequence[Any],
         place: Place | None = None,
         state: Any = None,
@@ -153,7 +158,7 @@ class Interpreter:
 
     def frame(
         self,
-        jaxpr: _compat.Jaxpr | _compat.ClosedJaxpr,
+        jaxpr: _compat.AnyJaxpr,
         args: Sequence[Any],
         place: Place | None = None,
         state: Any = None,
@@ -214,18 +219,21 @@ class Interpreter:
 
     # -- rules of constructs ---------------------------------------------------------------
 
-    def _inside(self, function: Callable[[], list[Any]]) -> tuple[list[Any], dict[Hashable, Any]]:
+    def _inside(self, function: Callable[[], list[Any]]) -> tuple[list[Any], _Side]:
         """Returns the results of a function, and the side results that it adds."""
-        outside, self.side = self.side, {}
+        outside, self.side = self.side, OrderedDict()
         try:
             return function(), self.side
         finally:
             self.side = outside
 
-    def _add(self, side: dict[Hashable, Any]) -> None:
+    def _add(self, side: _Side) -> None:
         for key, value in side.items():
-            self.side.pop(key, None)  # moves the result to its position in the program
             self.side[key] = value
+            self.side.move_to_end(key)  # its position in the program
+
+    def _add_joined(self, side: _Side) -> None:
+        self._add(OrderedDict((key, self.joined(value)) for key, value in side.items()))
 
     def _call(
         self, equation: _compat.JaxprEqn, operands: list[Any], place: Place, state: Any
@@ -237,39 +245,36 @@ class Interpreter:
     def _remat(
         self, equation: _compat.JaxprEqn, operands: list[Any], place: Place, state: Any
     ) -> list[Any]:
-        call, keys = _constructs.call_of(equation), []
+        call = _constructs.call_of(equation)
         args = self.entered(operands, Entry.REMAT, operands)
         if call.is_recomputation:
             results = self.run(call.jaxpr, call.separated(args), place, state)
             return self.left(results, operands)
 
-        def recomputed(*args: Any) -> tuple[list[Any], list[Any]]:
+        def recomputed(*args: Any) -> tuple[list[Any], _Side]:
             run = lambda: self.left(self.run(call.jaxpr, args, place, state), operands)
-            results, side = self._inside(run)
-            keys[:] = side
-            return results, list(side.values())
+            return self._inside(run)
 
         results, side = call.rematerialized(recomputed)(*args)
-        self._add(dict(zip(keys, side, strict=True)))
+        self._add(side)
         return results
 
     def _scan(
         self, equation: _compat.JaxprEqn, operands: list[Any], place: Place, state: Any
     ) -> list[Any]:
-        loop, keys = _constructs.scan_of(equation), []
+        loop = _constructs.scan_of(equation)
         consts, carry, rows = loop.split(operands)
         consts = self.entered(consts, Entry.CALL, operands)
 
         def body(carry: list[Any], rows: list[Any]) -> Any:
             run = lambda: self.run(loop.jaxpr, [*consts, *carry, *rows], place, state)
             results, side = self._inside(lambda: self.left(run(), operands))
-            keys[:] = side
-            return results[: loop.carry], (results[loop.carry :], list(side.values()))
+            return results[: loop.carry], (results[loop.carry :], side)
 
         carry = self.entered(carry, Entry.CARRY, operands)
         rows = self.entered(rows, Entry.ROWS, operands)
         carry, (stacked, side) = lax.scan(body, carry, rows, **loop.options)
-        self._add(dict(zip(keys, map(self.joined, side), strict=True)))
+        self._add_joined(side)
         return [*carry, *stacked]
 
     def _while(
@@ -284,7 +289,7 @@ class Interpreter:
             run = lambda: self.run(loop.test, [*of_test, *values], place)
             return self.array(self._inside(run)[0][0])
 
-        def body(*carry: Any) -> tuple[list[Any], dict[Hashable, Any]]:
+        def body(*carry: Any) -> tuple[list[Any], _Side]:
             run = lambda: self.run(loop.body, [*of_body, *carry], place, state)
             return self._inside(lambda: self.left(run(), operands))
 
@@ -298,20 +303,20 @@ class Interpreter:
                 runs = test(values)
                 where = lambda x: jnp.expand_dims(runs, range(runs.ndim, x.ndim))
                 results = jax.tree.map(lambda x, old: jnp.where(where(x), x, old), results, values)
-            rows = vary_as_here(list(side.values()))
+            rows = vary_as_here(side)
             for n in number:
                 at = lax.min(n, jnp.int32(count - 1))
                 put = lambda x, row, at=at: lax.dynamic_update_index_in_dim(x, row, at, 0)
                 rows = jax.tree.map(put, stacked, rows)
             return results, (rows, *(lax.add(n, jnp.int32(1)) for n in number))
 
-        kept: tuple[Any, ...] = (list(none.values()),)
+        kept: tuple[Any, ...] = (none,)
         if count:
-            rows = jax.tree.map(lambda row: lax.broadcast(row, (count,)), kept[0])
+            rows = jax.tree.map(lambda row: lax.broadcast(row, (count,)), none)
             kept = vary_as_here(rows), jnp.int32(0)
         any_runs = lambda carry: runs.any() if (runs := test(carry[0])).ndim else runs
         results, (side, *_) = lax.while_loop(any_runs, step, (carry, kept))
-        self._add(dict(zip(none, map(self.joined, side) if count else side, strict=True)))
+        (self._add_joined if count else self._add)(side)
         return results
 
     def _cond(
@@ -325,61 +330,52 @@ class Interpreter:
             return lambda *args: self._inside(lambda: run(args))
 
         branches = list(map(branch, cond.branches))
-        none: dict[Hashable, Any] = {}
+        none: _Side = OrderedDict()
         for each in branches:
             for key, value in self._absent(each, args).items():
                 # Side results of different shapes in two branches are left out.
                 none[key] = value if key not in none or _same(none[key], value) else None
+        none = OrderedDict((key, value) for key, value in none.items() if value is not None)
 
         def padded(branch: Callable[..., Any]) -> Callable[..., Any]:
             def run(*args: Any) -> Any:
                 results, side = branch(*args)
-                rows = {k: side.get(k, default) for k, default in none.items()}
-                kept = [None if none[k] is None else row for k, row in rows.items()]
-                return results, vary_as_here(kept)
+                rows = ((key, side.get(key, default)) for key, default in none.items())
+                return results, vary_as_here(OrderedDict(rows))
 
             return run
 
         results, side = cond.run(self.array(index), list(map(padded, branches)), args)
-        self._add({k: v for k, v in zip(none, side, strict=True) if v is not None})
+        self._add(side)
         return results
 
     def _shard_map(
         self, equation: _compat.JaxprEqn, operands: list[Any], place: Place, state: Any
     ) -> list[Any]:
-        record, keys = _constructs.shard_map_of(equation), []
+        record = _constructs.shard_map_of(equation)
         args = self.entered(operands, Entry.SHARD, operands)
         specs = [
             jax.tree.map(lambda _, spec=spec: spec, arg)
             for arg, spec in zip(args, record.in_specs, strict=True)
         ]
 
-        def shard(*args: Any) -> tuple[tuple[Any, ...], list[Any]]:
+        def shard(*args: Any) -> tuple[tuple[Any, ...], _Side]:
             results, side = self._inside(lambda: self.run(record.jaxpr, args, place, state))
-            keys[:] = side
-            rows = jax.tree.map(lambda x: x[None], list(side.values()))
-            return tuple(map(self.array, results)), rows
+            return tuple(map(self.array, results)), jax.tree.map(lambda x: x[None], side)
 
         axes = tuple(axis for axis in record.mesh.axis_names if axis in record.axis_names)
         out_specs = record.out_specs, PartitionSpec(axes)
         results, side = record.run(shard, args, tuple(specs), out_specs)
-        self._add(dict(zip(keys, map(self.joined, side), strict=True)))
+        self._add_joined(side)
         return list(results)
 
-    def _absent(self, function: Callable[..., Any], args: Sequence[Any]) -> dict[Hashable, Any]:
+    def _absent(self, function: Callable[..., Any], args: Sequence[Any]) -> _Side:
         """Returns the side results of a function for the case that it does not run."""
         if not self.has_side_results:
-            return {}
-        keys: list[Hashable] = []
-
-        def side_results(*args: Any) -> list[Any]:
-            _, side = function(*args)
-            keys[:] = side
-            return list(side.values())
-
-        shapes = jax.eval_shape(side_results, *args)
-        values = (vary_as_here(self.absent(shape)) for shape in shapes)
-        return dict(zip(keys, values, strict=True))
+            return OrderedDict()
+        shapes = jax.eval_shape(lambda *args: function(*args)[1], *args)
+        absent = ((key, vary_as_here(self.absent(shape))) for key, shape in shapes.items())
+        return OrderedDict(absent)
 
 
 _RULES: dict[_constructs.Form | None, Callable[..., list[Any]]] = {

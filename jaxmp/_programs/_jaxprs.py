@@ -100,7 +100,7 @@ def _is_array(leaf: object) -> bool:
     return isinstance(leaf, (jax.Array, jax.ShapeDtypeStruct))
 
 
-def equations(jaxpr: _compat.Jaxpr | _compat.ClosedJaxpr, *, inside: bool = True) -> Iterator[Any]:
+def equations(jaxpr: _compat.AnyJaxpr, *, inside: bool = True) -> Iterator[Any]:
     """Yields every equation of a jaxpr; those of a sub-jaxpr follow the equation that contains it.
 
     Args:
@@ -187,9 +187,7 @@ def without_methods(names: Path) -> Path:
     return tuple(modules)
 
 
-def with_parameters(
-    jaxpr: _compat.Jaxpr | _compat.ClosedJaxpr, change: Callable[[Any], Any]
-) -> _compat.Jaxpr | _compat.ClosedJaxpr:
+def with_parameters(jaxpr: _compat.AnyJaxpr, change: Callable[[Any], Any]) -> _compat.AnyJaxpr:
     """Applies a function to all parameters of a jaxpr's equations, at any depth.
 
     Args:

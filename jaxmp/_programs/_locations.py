@@ -138,18 +138,15 @@ def call_site(equation: _jaxprs.Equation) -> tuple[CodeType, int] | None:
 
     Line and column do not distinguish `x.astype(y.dtype) + y` from `x + y`: both begin at `x`.
     """
-    traceback = equation.source_info.traceback
-    if traceback is None:
-        return None
-    return next(_calls(traceback), None)
+    return next(_calls(equation), None)
 
 
 def call_stack(equation: _jaxprs.Equation) -> tuple[tuple[CodeType, int], ...]:
     """Returns all such calls, the innermost first, which are also those of its gradients."""
+    return tuple(_calls(equation))
+
+
+def _calls(equation: _jaxprs.Equation) -> Iterator[tuple[CodeType, int]]:
     traceback = equation.source_info.traceback
-    return () if traceback is None else tuple(_calls(traceback))
-
-
-def _calls(traceback: Any) -> Iterator[tuple[CodeType, int]]:
-    frames = zip(*traceback.raw_frames(), strict=True)
+    frames = () if traceback is None else zip(*traceback.raw_frames(), strict=True)
     return (frame for frame in frames if not frame[0].co_filename.startswith(_HIDDEN))

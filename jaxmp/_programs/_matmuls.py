@@ -240,7 +240,7 @@ def transposes_lhs(equation: _compat.JaxprEqn) -> bool:
 # ---------------------------------------------------------------------------
 
 
-def count_flops(jaxpr: _compat.Jaxpr | _compat.ClosedJaxpr) -> Counter[tuple[Any, Any]]:
+def count_flops(jaxpr: _compat.AnyJaxpr) -> Counter[tuple[Any, Any]]:
     """Returns the FLOPs of a program's matmuls by the dtypes of their operands, without integers.
 
     Of the branches of a `cond`, the one with the most FLOPs counts.

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from jaxmp import _core
 from jaxmp._core import Array, _compat
-from jaxmp._core._compat import ClosedJaxpr, Jaxpr, JaxprEqn
+from jaxmp._core._compat import AnyJaxpr, JaxprEqn
 from jaxmp._programs import _analysis, _jaxprs, _locations, _operations
 from jaxmp._programs._constructs import inners
 from jaxmp._programs._interpreter import Frame, Interpreter, Place
@@ -67,7 +67,7 @@ class _Outer(NamedTuple):
 class _Inside:
     """Run of one jaxpr."""
 
-    def __init__(self, jaxpr: Jaxpr | ClosedJaxpr, place: Place, outer: _Outer) -> None:
+    def __init__(self, jaxpr: AnyJaxpr, place: Place, outer: _Outer) -> None:
         body, _ = _compat.jaxpr_body(jaxpr)
         self.at = (*outer.at, outer.number, id(body))
         self.outputs = _analysis.ModuleOutputs(jaxpr, place, outer.used)

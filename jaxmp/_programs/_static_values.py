@@ -43,7 +43,7 @@ class Scope:
 
     def __init__(
         self,
-        jaxpr: _compat.Jaxpr | _compat.ClosedJaxpr,
+        jaxpr: _compat.AnyJaxpr,
         inputs: Sequence[Any] = (),
         stops: Callable[[Equation], bool] = lambda _: False,
     ) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from jaxmp._core import _compat
-from jaxmp._core._compat import ClosedJaxpr, Jaxpr, JaxprEqn
+from jaxmp._core._compat import AnyJaxpr, Jaxpr, JaxprEqn
 from jaxmp._programs._analysis import Backward
 from jaxmp._programs._constructs import CONSTRUCTS, OPAQUE_CALLS
 from jaxmp._programs._distances import distance_calls
@@ -109,7 +109,7 @@ _PASSED = {
 _COMBINING = _named("add sub add_any mul div dot_general")
 
 
-def uses(jaxpr: Jaxpr | ClosedJaxpr, results: Sequence[Use] | None = None) -> dict[Any, Use]:
+def uses(jaxpr: AnyJaxpr, results: Sequence[Use] | None = None) -> dict[Any, Use]:
     """Returns the uses of the variables of a program, and of the jaxprs inside at any depth.
 
     Variables without a use are left out. A variable of a function that is called several times has
@@ -162,11 +162,7 @@ class Uses(Backward):
         return first | second
 
     def facts(
-        self,
-        jaxpr: Jaxpr | ClosedJaxpr,
-        results: Sequence[Any],
-        place: Place | None = None,
-        state: Any = None,
+        self, jaxpr: AnyJaxpr, results: Sequence[Any], place: Place | None = None, state: Any = None
     ) -> dict[Any, int]:
         """Returns variable -> uses for one jaxpr, without the jaxprs inside."""
         body, place = _compat.jaxpr_body(jaxpr)[0], place or Place()

@@ -17,10 +17,25 @@ from jaxmp import _core
 from jaxmp._core import DTypeLike, _compat
 from jaxmp.errors import CompositionError, JaxmpError
 from jaxmp.fp8._checkpoint import named_amax, named_result, named_values, saveable
-from jaxmp.fp8._dims import Dims, Shardings, before_transpose, dot_shardings, make_dims
+from jaxmp.fp8._dims import (
+    Dims,
+    Shardings,
+    before_transpose,
+    broadcast_factor,
+    dot_shardings,
+    make_dims,
+)
 from jaxmp.fp8._mx import MX_QUANTIZED, MXOperand, check_mx_device, is_native, mx_multiply
-from jaxmp.fp8._operands import AMAX, Operand, as_floats, multiply, observed, quantized
-from jaxmp.fp8._scaling import GEMMS, DelayedScaling, MXScaling, Scaling, ScalingLike, as_scaling
+from jaxmp.fp8._operands import AMAX, OBSERVE, OBSERVE_AND_QUANTIZE, QUANTIZE, Operand, as_floats
+from jaxmp.fp8._scaling import (
+    GEMMS,
+    DelayedScaling,
+    MXScaling,
+    RowwiseScaling,
+    Scaling,
+    ScalingLike,
+    as_scaling,
+)
 from jaxmp.fp8._state import AGE, State, before_step, check_layer_state, next_state, of_operand
 
 _SIDES = {"lhs": 0, "rhs": 1}
@@ -249,18 +264,17 @@ def _refuse(scaling: str, primals: object, tangents: object) -> NoReturn:
 def _operand(
     call: DotCall, gemm: str, role: str, x: jax.Array, dims: Dims, side: int, seen: tuple[Any, Any]
 ) -> Operand | MXOperand:
-    """Quantizes `x`, operand `side` of a dot with dimension numbers `dims`."""
-    dtype = call.format(gemm, role)
-    if isinstance(call.scaling, MXScaling) and dtype is not None:
-        return MX_QUANTIZED[role](x, scaling=call.scaling, dtype=dtype, dims=dims, side=side)
-    return quantized(
-        call.scaling,
-        dtype,
-        x,
-        axes=dims.contract[side],
-        seen=seen,
-        role=role,
-    )
+    """Quantizes `x`, operand `side` of a dot with dimension numbers `dims`.
+
+    `seen` are the active and the measured amax, or None where they are those of `x`.
+    """
+    scaling, dtype = call.scaling, call.format(gemm, role)
+    if dtype is None:
+        return Operand(x, None)
+    if isinstance(scaling, MXScaling):
+        return MX_QUANTIZED[role](x, scaling=scaling, dtype=dtype, dims=dims, side=side)
+    axes = dims.contract[side] if isinstance(scaling, RowwiseScaling) else None
+    return Operand(*QUANTIZE[role](x, *seen, scaling=scaling, dtype=dtype, axes=axes))
 
 
 def _kept(operand: Operand | MXOperand, *, is_kernel: bool) -> tuple[Any, Any]:
@@ -288,6 +302,16 @@ def _multiply(
     dtype: DTypeLike,
     out_sharding: NamedSharding | PartitionSpec | None,
 ) -> jax.Array:
+    """Multiplies two operands and undoes their scales.
+
+    Args:
+      call: the FP8 dot.
+      gemm: name of this dot, in the forward or backward pass.
+      lhs, rhs: its operands; either both are scaled, or neither.
+      dims: its dimension numbers.
+      dtype: dtype of the result.
+      out_sharding: sharding of the result on explicit mesh axes.
+    """
     if isinstance(lhs, MXOperand):
         # bfloat16 represents each FP8 value times its block scale; float16 does not.
         narrow = all(each == jnp.bfloat16 for each in call.dtypes)
@@ -300,31 +324,61 @@ def _multiply(
         )
         native = is_native(call.scaling)
         return mx_multiply(lhs, rhs, dims, dtype, native=native, wide=wide)
-    accurate = gemm not in call.scaling.fast_accumulation
-    return multiply(
-        lhs,
-        rhs,
-        dims,
-        dtype,
-        precision=call.precision,
-        accurate=accurate,
-        shared=1 - call.kernel,
-        out_sharding=out_sharding,
+    dot = functools.partial(
+        lax.dot_general, dimension_numbers=dims.numbers, out_sharding=out_sharding
     )
+    values = [lhs.values, rhs.values]
+    if lhs.factor is None:
+        return dot(*values, precision=call.precision, preferred_element_type=dtype)
+    # XLA requests fast accumulation from cuBLAS if the precision is DEFAULT.
+    is_fast = gemm in call.scaling.fast_accumulation
+    precision = lax.Precision.DEFAULT if is_fast else lax.Precision.HIGHEST
+    # The product of two FP8 values can exceed the range of float16, but not that of bfloat16.
+    narrow = jnp.bfloat16 if dtype == jnp.bfloat16 else _core.FLOAT32
+    if lhs.factor.ndim or rhs.factor.ndim:
+        product = dot(*values, precision=precision, preferred_element_type=narrow)
+        product = lax.convert_element_type(product, _core.FLOAT32)
+        for side, factor in enumerate((lhs.factor, rhs.factor)):
+            product = product * broadcast_factor(dims.spread(factor, side), product)
+        return lax.convert_element_type(product, dtype)
+    # The operand that may equal that of other dots.
+    factor, shared, on_gpu = lhs.factor * rhs.factor, 1 - call.kernel, _compat.target() == "gpu"
+    if on_gpu and dtype == jnp.bfloat16 and dims.contracts_last(shared):
+        # XLA would merge dots that share an operand, and apply the factors in separate passes,
+        # rounded to bfloat16. The barrier includes the factor, because XLA merges equal barriers.
+        # An operand that cuBLAS reads transposed has none: XLA would no longer transpose it in the
+        # kernel that quantizes it.
+        values[shared], factor = lax.optimization_barrier((values[shared], factor))
+    # A factor rounded to bfloat16 would change all elements by the same 0.2 %. On a GPU, XLA folds
+    # a scalar factor in the dtype of the dot into the cuBLAS call, without the rounding. In FP32,
+    # it would write the product in FP32, and convert it in a separate pass.
+    narrow = narrow if on_gpu else _core.FLOAT32
+    product = dot(*values, precision=precision, preferred_element_type=narrow)
+    factor = _compat.mark_target(lax.convert_element_type(factor, product.dtype))
+    product = lax.mul(product, lax.broadcast(factor, product.shape))
+    return lax.convert_element_type(product, dtype)
 
 
 def _first(
     call: DotCall, gemm: str, role: str, x: jax.Array, dims: Dims, side: int, state: State | None
 ) -> tuple[Any, Any]:
-    """Quantizes an operand at its first use, and measures its amax for delayed scaling."""
-    if state is None or not isinstance(call.scaling, DelayedScaling):
+    """Quantizes an operand at its first use.
+
+    Returns:
+      The operand, and its active and measured amax, which other dots and the next state reuse.
+    """
+    scaling, dtype = call.scaling, call.format(gemm, role)
+    if state is None or not isinstance(scaling, DelayedScaling):
         # A policy of `jax.checkpoint` may save this amax.
-        is_saved = gemm == "fprop" and call.scaling.kind == "current"
-        has_amax = is_saved and call.format(gemm, role) is not None
-        stored = named_amax(AMAX(x)) if has_amax else None
+        is_saved = gemm == "fprop" and scaling.kind == "current" and dtype is not None
+        stored = named_amax(AMAX(x)) if is_saved else None
         seen = stored, stored
         return _operand(call, gemm, role, x, dims, side, seen), seen
-    return observed(call.scaling, call.format(gemm, role), x, of_operand(state, role), role)
+    own = of_operand(state, role)
+    if dtype is None:
+        return Operand(x, None), OBSERVE(x, own, scaling)
+    arrays, seen = OBSERVE_AND_QUANTIZE[role](x, own, scaling=scaling, dtype=dtype)
+    return Operand(*arrays), seen
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -6,12 +6,11 @@ import contextlib
 import contextvars
 import dataclasses
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import ClassVar, NamedTuple
 
 from jaxmp import _core
 from jaxmp._core import _compat
-from jaxmp._programs import Dot
 from jaxmp.errors import CompositionError
 from jaxmp.fp8._scaling import MX_BLOCK, Scaling
 
@@ -162,25 +161,15 @@ _record: contextvars.ContextVar[Record | None] = contextvars.ContextVar(
 )
 
 
-@contextlib.contextmanager
-def decisions(is_examined: bool) -> Iterator[list[LayerDecision]]:
-    """Yields the decisions of a block, unless it is not examined or an outer block records them."""
-    if not is_examined or is_recording():
-        yield []
-        return
-    with recorded() as record:
-        yield record.rows
+def decisions(is_examined: bool) -> contextlib.AbstractContextManager[Record]:
+    """Records the decisions of a block, unless it is not examined or an outer one records them."""
+    is_recorded = is_examined and not is_recording()
+    return recorded() if is_recorded else contextlib.nullcontext(Record([], {}, False, {}))
 
 
-@contextlib.contextmanager
-def recorded(*, is_full: bool = False) -> Iterator[Record]:
+def recorded(*, is_full: bool = False) -> contextlib.AbstractContextManager[Record]:
     """Records the decisions of a block."""
-    record = Record([], {}, is_full, {})
-    token = _record.set(record)
-    try:
-        yield record
-    finally:
-        _record.reset(token)
+    return _compat.assigned(_record, Record([], {}, is_full, {}))
 
 
 def is_recording() -> bool:
@@ -276,39 +265,6 @@ def excluded(scaling: Scaling, path: str, k: int, n: int, why: str = "") -> str:
     if not scaling.emulate:
         _check_device(path)
     return why or explain_exclusion(max(k, 1), max(n, 1), scaling, target)
-
-
-def decide_product(
-    scaling: Scaling,
-    path: str,
-    shapes: tuple[tuple[int, ...], tuple[int, ...]],
-    dot: Dot,
-    kernel: int,
-    why: str = "",
-) -> bool:
-    """Decides if a `dot_general` equation of a traced function runs in FP8, and records it.
-
-    Args:
-      scaling: the FP8 scaling of the policies.
-      path: the name scopes of the equation.
-      shapes: shapes of the two operands.
-      dot: its dimensions.
-      kernel: 0 or 1, the operand that is treated as the kernel.
-      why: reason to exclude the dot whatever its sizes are; "" if there is none.
-
-    Returns:
-      True if the dot runs in FP8.
-
-    Raises:
-      CompositionError: as in `decide`.
-    """
-    contract, batch = dot
-    sizes = lambda axes: math.prod(shapes[kernel][axis] for axis in axes)
-    k, batch_size = sizes(contract[kernel]), sizes(batch[kernel])
-    n = math.prod(shapes[kernel]) // max(k * batch_size, 1)
-    if batch[kernel]:
-        why = why or "batch dimensions: two activations, as in attention, or a kernel for each"
-    return decide(scaling, path, k, n, why, math.prod(shapes[1 - kernel]) // max(k, 1))
 
 
 def _check_device(path: str) -> None:

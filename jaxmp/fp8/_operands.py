@@ -1,4 +1,4 @@
-"""Quantization of one operand of a dot, and the dot of two quantized operands.
+"""Quantization of one operand of a dot.
 
 Casts to FP8 saturate finite values and keep non-finite values visible.
 """
@@ -15,14 +15,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.custom_batching import custom_vmap
-from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxmp import _core, _programs
 from jaxmp._core import ArrayLike, DTypeLike, _compat
 from jaxmp.errors import JaxmpError
 from jaxmp.fp8._checkpoint import named_amax
-from jaxmp.fp8._dims import Dims, broadcast_factor
-from jaxmp.fp8._scaling import DelayedScaling, RowwiseScaling, Scaling, fp8_dtype
+from jaxmp.fp8._scaling import DelayedScaling, Scaling, fp8_dtype
 from jaxmp.fp8._state import OPERANDS, OperandState, known_amax
 
 _LARGEST = float(np.finfo(np.float32).max)
@@ -255,7 +253,7 @@ def _quantize(
     return values, factor
 
 
-_QUANTIZE = jitted_by_role(_quantize, "scaling", "dtype", "axes")
+QUANTIZE = jitted_by_role(_quantize, "scaling", "dtype", "axes")
 
 
 def _measured(x: jax.Array, state: OperandState, count: int) -> jax.Array:
@@ -296,127 +294,5 @@ def _observe_and_quantize(
     return (values, factor), seen
 
 
-_OBSERVE = jax.jit(_observe, static_argnames="scaling")
-_OBSERVE_AND_QUANTIZE = jitted_by_role(_observe_and_quantize, "scaling", "dtype")
-
-
-def observed(
-    scaling: DelayedScaling, dtype: DTypeLike | None, x: jax.Array, state: OperandState, role: str
-) -> tuple[Operand, Seen]:
-    """Quantizes an operand with a scale from the state of delayed scaling.
-
-    Args:
-      scaling: the scaling.
-      dtype: the FP8 format; None: this dot does not use FP8, and `x` is returned unchanged.
-      x: high-precision operand of any shape.
-      state: the operand's state before this step.
-      role: "input", "kernel" or "output_grad".
-
-    Returns:
-      The operand, and its active and measured amax, which other dots and the next state reuse.
-    """
-    if dtype is None:
-        return Operand(x, None), _OBSERVE(x, state, scaling)
-    arrays, seen = _OBSERVE_AND_QUANTIZE[role](x, state, scaling=scaling, dtype=dtype)
-    return Operand(*arrays), seen
-
-
-def quantized(
-    scaling: Scaling,
-    dtype: DTypeLike | None,
-    x: jax.Array,
-    *,
-    axes: tuple[int, ...],
-    seen: tuple[Any, Any],
-    role: str,
-) -> Operand:
-    """Quantizes an operand for one dot.
-
-    Args:
-      scaling: the scaling.
-      dtype: the FP8 format; None: this dot does not use FP8.
-      x: high-precision operand of any shape.
-      axes: axes that the dot contracts.
-      seen: for delayed scaling, the amaxes from `observed`; otherwise `(None, None)`.
-      role: "input", "kernel" or "output_grad".
-    """
-    if dtype is None:
-        return Operand(x, None)
-    along = axes if isinstance(scaling, RowwiseScaling) else None
-    return Operand(*_QUANTIZE[role](x, *seen, scaling=scaling, dtype=dtype, axes=along))
-
-
-def multiply(
-    lhs: Operand,
-    rhs: Operand,
-    dims: Dims,
-    out_dtype: DTypeLike,
-    *,
-    precision: lax.PrecisionLike,
-    accurate: bool,
-    shared: int,
-    out_sharding: NamedSharding | PartitionSpec | None = None,
-) -> jax.Array:
-    """Multiplies two operands and undoes their scales.
-
-    Args:
-      lhs: left operand.
-      rhs: right operand; either both operands have a factor, or neither.
-      dims: dimension numbers of the dot, as `Dims`.
-      out_dtype: dtype of the result.
-      precision: precision of a dot without FP8.
-      accurate: accumulate FP8 dots in FP32 throughout; False allows fast accumulation.
-      shared: 0 or 1, the operand that may equal that of other dots.
-      out_sharding: sharding of the result on explicit mesh axes.
-    """
-    if lhs.factor is None or rhs.factor is None:
-        return lax.dot_general(
-            lhs.values,
-            rhs.values,
-            dims.numbers,
-            precision=precision,
-            preferred_element_type=out_dtype,
-            out_sharding=out_sharding,
-        )
-    values = [lhs.values, rhs.values]
-    if lhs.factor.ndim or rhs.factor.ndim:
-        product = _dot(values, dims, out_dtype, accurate, out_sharding)
-        product = lax.convert_element_type(product, _core.FLOAT32)
-        for side, factor in enumerate((lhs.factor, rhs.factor)):
-            product = product * broadcast_factor(dims.spread(factor, side), product)
-        return lax.convert_element_type(product, out_dtype)
-    factor, on_gpu = lhs.factor * rhs.factor, _compat.target() == "gpu"
-    if on_gpu and out_dtype == jnp.bfloat16 and dims.contracts_last(shared):
-        # XLA would merge dots that share an operand, and apply the factors in separate passes,
-        # rounded to bfloat16. The barrier includes the factor, because XLA merges equal barriers.
-        # An operand that cuBLAS reads transposed has none: XLA would no longer transpose it in the
-        # kernel that quantizes it.
-        values[shared], factor = lax.optimization_barrier((values[shared], factor))
-    product = _dot(values, dims, out_dtype if on_gpu else _core.FLOAT32, accurate, out_sharding)
-    # A factor rounded to bfloat16 would change all elements by the same 0.2 %. On a GPU, XLA folds
-    # a scalar factor in the dtype of the dot into the cuBLAS call, without the rounding. In FP32,
-    # it would write the product in FP32, and convert it in a separate pass.
-    factor = _compat.mark_target(lax.convert_element_type(factor, product.dtype))
-    product = lax.mul(product, lax.broadcast(factor, product.shape))
-    return lax.convert_element_type(product, out_dtype)
-
-
-def _dot(
-    values: list[jax.Array],
-    dims: Dims,
-    out_dtype: DTypeLike,
-    accurate: bool,
-    out_sharding: NamedSharding | PartitionSpec | None,
-) -> jax.Array:
-    # XLA requests fast accumulation from cuBLAS if the precision is DEFAULT. The product of two FP8
-    # values can exceed the range of float16, but not that of bfloat16.
-    narrow = out_dtype == jnp.bfloat16
-    lhs, rhs = values
-    return lax.dot_general(
-        lhs,
-        rhs,
-        dims.numbers,
-        precision=lax.Precision.HIGHEST if accurate else lax.Precision.DEFAULT,
-        preferred_element_type=out_dtype if narrow else _core.FLOAT32,
-        out_sharding=out_sharding,
-    )
+OBSERVE = jax.jit(_observe, static_argnames="scaling")
+OBSERVE_AND_QUANTIZE = jitted_by_role(_observe_and_quantize, "scaling", "dtype")

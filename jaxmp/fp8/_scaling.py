@@ -335,7 +335,7 @@ def as_scaling(scaling: ScalingLike) -> Scaling:
         return scaling
     if isinstance(scaling, str) and scaling in KINDS:
         return KINDS[scaling]()
-    hint = _core.did_you_mean(scaling, KINDS) if isinstance(scaling, str) else ""
+    hint = _core.did_you_mean(scaling, KINDS)
     if isinstance(scaling, type) and scaling in KINDS.values():
         hint = f" Make an instance: fp8.{scaling.__name__}()."
     raise RecipeError(

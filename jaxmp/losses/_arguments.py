@@ -80,8 +80,7 @@ def check_layer(hidden: jax.Array, kernel: jax.Array, transposed: bool) -> int:
 
 def check_num_classes(num_classes: int, size: int) -> int:
     """Checks the number of classes of a kernel with `size` of them, some of which are padding."""
-    is_integer = isinstance(num_classes, (int, np.integer)) and not isinstance(num_classes, bool)
-    if not is_integer or not 0 < num_classes <= size:
+    if not _core.is_integer(num_classes, 1) or num_classes > size:
         raise JaxmpError(
             f"num_classes={num_classes!r} is not a number of classes of this kernel, which has "
             f"{size}. Give an integer from 1 to {size}, or leave it out."
@@ -89,18 +88,12 @@ def check_num_classes(num_classes: int, size: int) -> int:
     return int(num_classes)
 
 
-def check_indices(
-    labels: jax.Array,
-    rows: Sequence[int],
-    size: int,
-    ignore_index: int | None,
-    name: str,
-    shape: Sequence[int],
+def _check_indices(
+    labels: jax.Array, size: int, ignore_index: int | None, name: str, shape: tuple[int, ...]
 ) -> None:
-    """Raises if the labels are not class indices of `rows`; checks their values if known."""
-    if ignore_index is not None and (
-        isinstance(ignore_index, bool) or not isinstance(ignore_index, (int, np.integer))
-    ):
+    """Raises if the labels are not class indices of rows; checks their values if known."""
+    rows = shape[:-1]
+    if ignore_index is not None and not _core.is_integer(ignore_index):
         raise JaxmpError(f"ignore_index={ignore_index!r} is not an integer, such as -100.")
     if not jnp.issubdtype(labels.dtype, jnp.integer):
         raise JaxmpError(
@@ -109,11 +102,11 @@ def check_indices(
             "labels.astype(jnp.int32)."
             + (" For probabilities: softmax_cross_entropy." if name == "hidden" else "")
         )
-    if labels.shape != tuple(rows):
+    if labels.shape != rows:
         raise JaxmpError(
             f"labels have shape {list(labels.shape)}, and {name} of shape {list(shape)} has rows "
             f"of shape {list(rows)}. Pass one class index for each row: "
-            f"labels.reshape({tuple(rows)})."
+            f"labels.reshape({rows})."
         )
     if isinstance(labels, Tracer) or not labels.is_fully_addressable:
         return
@@ -132,12 +125,22 @@ def check_indices(
 
 
 def read_indices(
-    labels: jax.Array, size: int, ignore_index: int | None
+    labels: jax.Array, size: int, ignore_index: int | None, name: str, shape: tuple[int, ...]
 ) -> tuple[jax.Array, jax.Array | None, jax.Array]:
     """Returns the class indices, and masks of the rows that count (None: all) and of valid labels.
 
     Labels that are ignored or invalid become 0; ignored ones count as valid.
+
+    Args:
+      labels: class indices of rows.
+      size: number of classes.
+      ignore_index: index of rows that do not count, or None.
+      name, shape: those of the array with these rows; the last axis is none of them.
+
+    Raises:
+      JaxmpError: if the labels are not class indices of these rows, as far as they are known.
     """
+    _check_indices(labels, size, ignore_index, name, shape)
     labels = labels.astype("int64" if labels.dtype.itemsize == 8 else "int32")
     valid = (labels >= 0) & (labels < size)
     counted = None

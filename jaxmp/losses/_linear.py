@@ -119,8 +119,8 @@ def linear_cross_entropy(
     stored = _check_logits_dtype(logits_dtype, hidden.dtype)
     labels = jnp.asarray(labels)
     rows = hidden.shape[:-1]
-    _arguments.check_indices(labels, rows, size, ignore_index, "hidden", hidden.shape)
-    labels, counted, valid = _arguments.read_indices(labels, size, ignore_index)
+    read = _arguments.read_indices(labels, size, ignore_index, "hidden", hidden.shape)
+    labels, counted, valid = read
     wide = _core.wide_dtype(hidden.dtype)
     factors = _arguments.row_factors(weights, counted, rows, wide)
     if precision is None:  # the backward pass is traced where the caller's setting has ended
@@ -142,7 +142,7 @@ def linear_cross_entropy(
         # With the factor 1 / N in each row, the gradients of the sum are those of the mean: the
         # backward pass does not read and write them again to divide them.
         factors, reduction = jnp.full(rows, 1 / math.prod(rows), wide), "sum"
-    result = compute(hidden, kernel, bias, labels, valid, factors)
+    result = compute(_Arrays(hidden, kernel, bias, labels, valid), factors)
     return result if per_row else _arguments.reduce_sum(result, weight, reduction)
 
 
@@ -162,7 +162,7 @@ class _Layer(NamedTuple):
 
 
 class _Arrays(NamedTuple):
-    """Arrays of the loss of a linear layer: `[N, D]`, a kernel, `[V]`, `[N]`, `[N]`."""
+    """Arrays of the loss of a linear layer: `[..., D]`, a kernel, `[V]`, `[...]`, `[...]`."""
 
     hidden: jax.Array
     kernel: jax.Array
@@ -172,31 +172,26 @@ class _Arrays(NamedTuple):
     valid: jax.Array | None
 
 
-def _flat(
-    hidden: jax.Array,
-    kernel: jax.Array,
-    bias: jax.Array | None,
-    labels: jax.Array,
-    valid: jax.Array | None,
-    factors: jax.Array | None,
-) -> Any:
-    """Flattens the rows of arrays and factors to one dimension."""
-    hidden = hidden.reshape(labels.size, hidden.shape[-1])
-    valid, factors = (None if array is None else array.reshape(-1) for array in (valid, factors))
-    return _arguments.vary_alike(_Arrays(hidden, kernel, bias, labels.reshape(-1), valid), factors)
+def _flat(arrays: _Arrays, factors: jax.Array | None) -> Any:
+    """Flattens the rows of arrays and factors to one dimension, `[N]`."""
+    rows = lambda array: None if array is None else array.reshape(-1)
+    hidden = arrays.hidden.reshape(arrays.labels.size, arrays.hidden.shape[-1])
+    flat = arrays._replace(hidden=hidden, labels=rows(arrays.labels), valid=rows(arrays.valid))
+    return _arguments.vary_alike(flat, rows(factors))
 
 
-def _each_loss(layer: _Layer, *args: jax.Array) -> jax.Array:
+def _each_loss(layer: _Layer, arrays: _Arrays, factors: jax.Array | None) -> jax.Array:
     """Returns the loss of each row times its factor, in the shape of the labels."""
-    arrays, factors = _flat(*args)
+    shape = arrays.labels.shape
+    arrays, factors = _flat(arrays, factors)
     losses: Any = _layer_losses(layer, arrays)
     weighted = losses if factors is None else _arguments.apply_factors(losses, factors)
-    return weighted.reshape(args[3].shape)
+    return weighted.reshape(shape)
 
 
-def _total_loss(layer: _Layer, *args: jax.Array) -> Any:
+def _total_loss(layer: _Layer, arrays: _Arrays, factors: jax.Array | None) -> Any:
     """Returns the sum of the losses of all rows times their factors."""
-    arrays, factors = _flat(*args)
+    arrays, factors = _flat(arrays, factors)
     if factors is None:
         ones = jnp.ones(arrays.labels.shape, _core.wide_dtype(arrays.hidden.dtype))
         (factors,) = _arguments.vary_alike(ones, like=arrays)
@@ -271,7 +266,7 @@ def chunk_rows(chunk: int | None, rows: int, classes: int, itemsize: int = 4) ->
             # XLA for CPU multiplies 16-bit operands in FP32, and stores the products in FP32.
             most, itemsize = _LOGITS_BYTES_ON_CPU, max(itemsize, 4)
         chunk = 1 << max(int(most // (itemsize * classes)).bit_length() - 1, 0)
-    elif isinstance(chunk, bool) or not isinstance(chunk, (int, np.integer)) or chunk < 1:
+    elif not _core.is_integer(chunk, 1):
         raise JaxmpError(
             f"chunk={chunk!r} is not a number of rows. Give an integer of 1 or more, for example "
             "chunk=512, or leave it out."

@@ -96,8 +96,8 @@ def softmax_cross_entropy(
             )
         counted, valid = None, None
     else:
-        _arguments.check_indices(labels, rows, size, ignore_index, "logits", logits.shape)
-        labels, counted, valid = _arguments.read_indices(labels, size, ignore_index)
+        read = _arguments.read_indices(labels, size, ignore_index, "logits", logits.shape)
+        labels, counted, valid = read
         labels = jnp.expand_dims(labels, -1)
     factors = _arguments.row_factors(weights, counted, rows, wide)
     logits, labels, factors, valid = _arguments.vary_alike(logits, labels, factors, valid)

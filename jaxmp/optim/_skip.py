@@ -311,7 +311,8 @@ def skip_nonfinite(
                 overflow = _compat.largest(overflow, axes) if axes else overflow
             return jnp.array(False), jax.tree.map(jnp.zeros_like, like), old_state, overflow
 
-        guarded_update = _cond_update if _resolve(skip) == "cond" else _select_update
+        branches = skip == "cond" or (skip == "auto" and _compat.target() == "cpu")
+        guarded_update = _cond_update if branches else _select_update
         steps = _Steps(read, do_update, reject, write)
         try:
             outcome = guarded_update(finite, steps)
@@ -365,12 +366,6 @@ _INSIDE_LOSS = (
     "by the optimizer without the recipe: grads = jaxmp.grad(inner_loss, loss_scale="
     "state.loss_scale)(params); updates, inner_state = inner.update(grads, inner_state, params)."
 )
-
-
-def _resolve(skip: str) -> str:
-    if skip != "auto":
-        return skip
-    return "cond" if _compat.target() == "cpu" else "select"
 
 
 # ---------------------------------------------------------------------------

@@ -81,24 +81,23 @@ def check(state: PyTree, *, skipped_in_a_row: int = _SKIPPED_IN_A_ROW) -> None:
                 "jax.jit: state = train_step(state, batch); jaxmp.check(state)."
             )
         # Replicated and vmapped states have one value per member; report the worst.
-        overflow, at_floor, total = (
-            int(np.max(jax.device_get(x)))
-            for x in (stats.overflow_leaf, stats.at_floor, stats.total)
-        )
-        if overflow >= 0:
-            raise _master_overflow(node, overflow)
-        if at_floor > 0:
+        stats = jax.tree.map(lambda x: int(np.max(x)), jax.device_get(stats))
+        if stats.overflow_leaf >= 0:
+            raise _master_overflow(node, stats.overflow_leaf)
+        if stats.at_floor > 0:
             scale = float(np.min(_compat.plain_array(node.loss_scale.scale_value)))
             raise ScaleCollapsedError(
-                f"The loss scale is at its minimum, {scale:g}, and {at_floor} consecutive step(s) "
-                f"still overflowed ({total} skipped in total).{_first_nonfinite(node, stats)} The "
-                "loss scale is therefore not the cause. Look for a NaN in the batch or an overflow "
-                "in the forward pass, or train with jaxmp.load_recipe('bf16')."
+                f"The loss scale is at its minimum, {scale:g}, and {stats.at_floor} consecutive "
+                f"step(s) still overflowed ({stats.total} skipped in total)."
+                f"{_first_nonfinite(node, stats)} The loss scale is therefore not the cause. Look "
+                "for a NaN in the batch or an overflow in the forward pass, or train with "
+                "jaxmp.load_recipe('bf16')."
             )
-        if int(np.max(jax.device_get(stats.consecutive))) >= skipped_in_a_row:
+        if stats.consecutive >= skipped_in_a_row:
             warnings.warn(_skipped(node, stats), SkippedStepsWarning, stacklevel=2)
-        if (zeros := int(np.max(jax.device_get(stats.zero_gradients)))) >= skipped_in_a_row:
-            warnings.warn(_ALL_ZERO.format(zeros), SkippedStepsWarning, stacklevel=2)
+        if stats.zero_gradients >= skipped_in_a_row:
+            text = _ALL_ZERO.format(stats.zero_gradients)
+            warnings.warn(text, SkippedStepsWarning, stacklevel=2)
     warn_of_replaced(_pairs(state))
 
 
@@ -115,16 +114,15 @@ def _pairs(state: PyTree) -> Iterator[tuple[str, Array, Array]]:
 
 
 def _skipped(node: SkipNonfiniteState, stats: SkipStats) -> str:
-    """Returns the message about consecutive skipped steps."""
-    consecutive, total = (int(np.max(jax.device_get(x))) for x in (stats.consecutive, stats.total))
+    """Returns the message about consecutive skipped steps; `stats` contains integers."""
     scale = ""
     if not isinstance(node.loss_scale, _loss_scale.NoLossScale):
         value = np.min(jax.device_get(_compat.plain_array(node.loss_scale.scale_value)))
         scale = f" The loss scale is {float(value):g}."
     causes = enumerate(_causes(node.loss_scale), start=1)
     return (
-        f"The last {consecutive} steps were skipped ({total} in total), because their gradients "
-        "were not finite. The parameters no longer change."
+        f"The last {stats.consecutive} steps were skipped ({stats.total} in total), because their "
+        "gradients were not finite. The parameters no longer change."
         f"{scale}{_first_nonfinite(node, stats)} Name the operation and its cause on this state by "
         "print(jaxmp.locate_nonfinite(train_step, state, batch)). "
         "Possible causes, most likely first:"
@@ -134,7 +132,7 @@ def _skipped(node: SkipNonfiniteState, stats: SkipStats) -> str:
 
 def _first_nonfinite(node: SkipNonfiniteState, stats: SkipStats) -> str:
     """Returns a sentence about the first non-finite gradient, with a leading space, or ""."""
-    leaf = int(np.max(jax.device_get(stats.nonfinite_leaf)))
+    leaf = stats.nonfinite_leaf
     paths = [row[0] for each in master_states(node.inner_state) for row in each.layout.storage]
     if not 0 <= leaf < len(paths):
         return ""

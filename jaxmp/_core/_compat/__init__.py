@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import contextvars
 import importlib
 import importlib.util
 import inspect
@@ -14,7 +15,7 @@ import shutil
 import threading
 import warnings
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeVar
 
 import jax
 from jax import lax
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
         jaxpr_as_fun,
     )
 
+T = TypeVar("T")
 
 # ---------------------------------------------------------------------------
 # Private modules
@@ -78,9 +80,12 @@ if not TYPE_CHECKING:
     # JAX 0.12 has one class for both.
     ClosedJaxpr = getattr(_core, "ClosedJaxpr", Jaxpr)
 
+# An open or a closed jaxpr.
+AnyJaxpr: TypeAlias = "Jaxpr | ClosedJaxpr"
 
-# Code of the frame in which JAX calls a `custom_vjp` function and its two rules.
-_CUSTOM_VJP_CALL = inspect.unwrap(jax.custom_vjp.__call__).__code__
+
+# The function in which JAX calls a `custom_vjp` function and its two rules.
+_CUSTOM_VJP_CALL = inspect.unwrap(jax.custom_vjp.__call__)
 
 
 def is_within(source_info: source_info_util.SourceInfo, function: Callable[..., Any]) -> bool:
@@ -95,11 +100,10 @@ def is_in_custom_vjp(source_info: source_info_util.SourceInfo) -> bool:
     Differentiation replaces a `custom_vjp_call` equation by those of its rules. Their tracebacks
     still contain the call; JAX cuts each traceback off at the function that is being traced.
     """
-    traceback = source_info.traceback
-    return traceback is not None and _CUSTOM_VJP_CALL in traceback.raw_frames()[0]
+    return is_within(source_info, _CUSTOM_VJP_CALL)
 
 
-def jaxpr_body(jaxpr: Jaxpr | ClosedJaxpr) -> tuple[Any, tuple[Any, ...]]:
+def jaxpr_body(jaxpr: AnyJaxpr) -> tuple[Any, tuple[Any, ...]]:
     """Returns the jaxpr with equations, and its constants, of an open or a closed jaxpr."""
     return getattr(jaxpr, "jaxpr", jaxpr), tuple(getattr(jaxpr, "consts", ()))
 
@@ -110,7 +114,7 @@ def parameters_of(equation: JaxprEqn) -> Iterable[Any]:
     return (equation.params if operation is None else operation.params).values()
 
 
-def jaxpr_like(new: ClosedJaxpr, old: Jaxpr | ClosedJaxpr) -> Any:
+def jaxpr_like(new: ClosedJaxpr, old: AnyJaxpr) -> Any:
     """Converts a closed jaxpr to the form, open or closed, of the jaxpr that it replaces."""
     if type(old) is type(new):
         return new
@@ -466,6 +470,16 @@ def unchecked_cuda() -> contextlib.AbstractContextManager[None]:
     if they are missing.
     """
     return environment(JAX_SKIP_CUDA_CONSTRAINTS_CHECK="1")
+
+
+@contextlib.contextmanager
+def assigned(variable: contextvars.ContextVar[Any], value: T) -> Iterator[T]:
+    """Sets a context variable in a block; Python 3.14 has `with variable.set(value)`."""
+    token = variable.set(value)
+    try:
+        yield value
+    finally:
+        variable.reset(token)
 
 
 @contextlib.contextmanager

@@ -88,22 +88,18 @@ class WeightLayout:
         """True if the sharding is part of the type of the array."""
         return self.stored is not None and AxisType.Explicit in self.stored.mesh.axis_types
 
-    def placed(self, sharding: NamedSharding, ndim: int) -> WeightLayout:
-        """Returns the layout of a weight that has a sharding."""
-        stored = _entries(sharding, ndim)
-        gathered = (_without(entry, self.batch_axes) for entry in stored)
-        return self._with(sharding.mesh, stored, gathered)
-
     def constrained(self, sharding: NamedSharding, ndim: int) -> WeightLayout:
         """Returns the layout of a weight after a sharding constraint.
 
         The first constraint is the sharding of the weight. If a second one leaves out some of its
         axes, matmuls read that sharding.
         """
-        new = self.placed(sharding, ndim)
+        stored = _entries(sharding, ndim)
+        gathered = (_without(entry, self.batch_axes) for entry in stored)
+        new = self._with(sharding.mesh, stored, gathered)
         if self.stored is None or new.stored == self.stored:
             return new if self.stored is None else self
-        own = zip(_entries(sharding, ndim), _entries(self.stored, ndim), strict=True)
+        own = zip(stored, _entries(self.stored, ndim), strict=True)
         if all(set(_names(entry)) <= set(_names(before)) for entry, before in own):
             return dataclasses.replace(self, gathered=new.stored)
         return new

@@ -261,7 +261,7 @@ class Program:
 
     def __init__(self, recorder: Recorder, closed: Any, keys: Collection[Any] = ()) -> None:
         def run(arrays: list[Any]) -> dict[Any, Any]:
-            recorder.side = {}
+            recorder.side.clear()
             recorder.run(closed, list(map(recorder.constant, arrays)), state=(None, 0))
             return {key: recorder.side[key] for key in keys or recorder.side}
 
