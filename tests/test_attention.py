@@ -704,6 +704,12 @@ def test_a_gpu_takes_cudnn(gpu):
         assert chosen.implementation == "cudnn", str(chosen)
 
 
+def test_blocks_of_symbolic_sizes_are_refused():
+    query = shapes(*jax.export.symbolic_shape("batch, 64, 4, 64"))
+    with pytest.raises(AttentionError, match="are symbolic. Write implementation='xla'"):
+        choice(query, query, query, implementation="blockwise")
+
+
 @pytest.mark.parametrize(
     ("query", "options", "blocker"),
     [

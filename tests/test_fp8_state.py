@@ -180,6 +180,11 @@ def test_the_largest_of_partial_maxima_is_the_amax(shape, count):
     maxima = partial_maxima(x, 0, count)
     assert maxima.shape == (count,)
     assert maxima.max() == np.abs(np.asarray(x)).max(initial=0)
+    symbolic = jax.export.symbolic_shape(", ".join("abc"[: x.ndim]))
+    program = jax.jit(lambda x: partial_maxima(x, 0, count))
+    exported = jax.export.export(program)(jax.ShapeDtypeStruct(symbolic, x.dtype))
+    assert exported.out_avals[0].shape == (count,)
+    assert not x.size or exported.call(x).max() == maxima.max()
 
 
 @pytest.mark.parametrize("value", [np.inf, -np.inf, np.nan])

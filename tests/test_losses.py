@@ -379,6 +379,20 @@ def test_transformations(loss_fn):
     close(mapped[1][1].mean(0), plain[1][1])
 
 
+@both
+def test_symbolic_rows(loss_fn):
+    run = jax.jit(jax.grad(loss_fn, (0, 1)))
+    hidden, kernel, labels = layer(rows=6)
+    (rows,) = jax.export.symbolic_shape("rows")
+    symbolic = lambda x: jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype)
+    exported = jax.export.export(run)(symbolic(hidden), kernel, symbolic(labels))
+    jax.tree.map(
+        functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6),
+        exported.call(hidden, kernel, labels),
+        run(hidden, kernel, labels),
+    )
+
+
 def test_several_labels_of_the_same_states_in_16_bits_without_jit():
     """XLA's CPU compiler has no kernel for such a gradient of the kernel."""
     states, kernel = jnp.ones((4, 8), jnp.bfloat16), jnp.ones((8, 16), jnp.bfloat16)

@@ -481,12 +481,13 @@ def test_modules_pass_the_fp32_results_of_own_layers_to_a_decision(is_wide):
     assert jnp.any(z != z.astype(jnp.bfloat16).astype(jnp.float32))
 
 
-def test_symbolic_shapes():
+@pytest.mark.parametrize("recipe", ["bf16", "fp8"])
+def test_symbolic_shapes(recipe):
     (rows,) = jax.export.symbolic_shape("rows")
-    model, variables = MODELS["linen-"](jaxmp.load_recipe("bf16"))
+    model, variables = MODELS["linen-"](jaxmp.load_recipe(recipe))
     x = jax.ShapeDtypeStruct((rows, WIDTH), jnp.float32)
     exported = jax.export.export(jax.jit(lambda x: model.apply(variables, x)))(x)
-    np.testing.assert_allclose(exported.call(X), model.apply(variables, X), atol=0.05)
+    np.testing.assert_allclose(exported.call(X), jax.jit(model.apply)(variables, X), atol=0.05)
 
 
 class Printed(nn.Module):

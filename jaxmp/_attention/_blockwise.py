@@ -22,6 +22,7 @@ from jaxmp import _core
 from jaxmp._attention import _arguments
 from jaxmp._attention._arguments import NO_KEY, AttentionArguments, AttentionSettings
 from jaxmp._core import PyTree, _compat
+from jaxmp.errors import AttentionError
 
 # Smallest and largest number of positions per block, and of logits at a time (64 MiB in FP32). On a
 # GPU, whose blocks are few and large, their FP32 logits take at most this share of its memory. The
@@ -58,11 +59,19 @@ def blockwise_attention(args: AttentionArguments, block: int | None = None) -> A
     Args:
       args: the arguments.
       block: largest number of positions per block; None: as many as the memory of a GPU allows.
+
+    Raises:
+      AttentionError: for symbolic sizes, as in `jax.export`.
     """
     args = _arguments.with_scaled_query(args)
     precision = jax.config.jax_default_matmul_precision  # pyright: ignore
     settings = dataclasses.replace(args.settings, precision=precision)
     batch, heads, queries, keys = args.logits_shape
+    if not all(isinstance(size, int) for size in args.logits_shape):
+        raise AttentionError(
+            f"implementation='blockwise' splits logits of shape {args.logits_shape} into blocks, "
+            "and some of these sizes are symbolic. Write implementation='xla', or leave it out."
+        )
     groups = args.key.shape[2]
     block = block or _block_size(batch * heads)
     shape = _Shape(

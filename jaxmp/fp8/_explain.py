@@ -65,8 +65,11 @@ def _too_narrow(k: int, n: int, scaling: Scaling) -> str:
 
 
 def decides_otherwise(k: int, n: int, scaling: Scaling, tokens: int, target: str) -> bool:
-    """Returns True if a layer whose input has `tokens` rows would be decided on differently."""
-    if min(k, n, tokens) < 1:
+    """Returns True if a layer whose input has `tokens` rows would be decided on differently.
+
+    A symbolic dimension, as in `jax.export`, is no number.
+    """
+    if not isinstance(tokens, int) or min(k, n, tokens) < 1:
         return False
     by_rows = dataclasses.replace(scaling, tokens=tokens)
     decisions = {explain_exclusion(k, n, each, target) == "" for each in (scaling, by_rows)}

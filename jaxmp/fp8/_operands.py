@@ -204,7 +204,10 @@ def partial_maxima(x: jax.Array, leading: int, count: int) -> jax.Array:
     if not size:
         return jnp.zeros((*stack, count), _core.FLOAT32)
     rows = size // row
-    parts = math.gcd(rows, count) if rows > count else rows * math.gcd(row, count // rows)
+    if not isinstance(rows, int):
+        parts = 1  # a symbolic dimension, as in `jax.export`
+    else:
+        parts = math.gcd(rows, count) if rows > count else rows * math.gcd(row, count // rows)
     maxima = amax(x.reshape(*stack, parts, size // parts), (leading + 1,)).reshape(*stack, parts)
     return lax.pad(maxima, np.float32(0), [*[(0, 0, 0)] * leading, (0, count - parts, 0)])
 

@@ -222,9 +222,8 @@ class _Gradients(NamedTuple):
         cast = lambda slope, array: (slope * factor).astype(array.dtype)
         bias = None if self.bias is None else cast(self.bias, arrays.bias)
         kernel = cast(self.kernel, arrays.kernel)
-        zeros = lambda array: None if array is None else np.zeros(array.shape, jax.dtypes.float0)
-        others: Any = zeros(arrays.labels), zeros(arrays.valid)
-        return _Arrays(cast(self.hidden, arrays.hidden), kernel, bias, *others)
+        none: Any = None  # of labels, and of the rows that count
+        return _Arrays(cast(self.hidden, arrays.hidden), kernel, bias, none, none)
 
 
 def _check_logits_dtype(dtype: DTypeLike | None, hidden: DTypeLike) -> np.dtype:
@@ -255,6 +254,8 @@ _LOGITS_BYTES, _LOGITS_BYTES_ON_CPU = 2.2e9, 2**27
 def chunk_rows(chunk: int | None, rows: int, classes: int, itemsize: int = 4) -> int:
     """Returns the number of rows per chunk, with chunks of equal size to minimize padding.
 
+    A symbolic number of rows, as in `jax.export`, is one chunk.
+
     Args:
       chunk: the number that the caller sets; None for the default.
       rows, classes: shape of all logits.
@@ -271,6 +272,8 @@ def chunk_rows(chunk: int | None, rows: int, classes: int, itemsize: int = 4) ->
             f"chunk={chunk!r} is not a number of rows. Give an integer of 1 or more, for example "
             "chunk=512, or leave it out."
         )
+    if not isinstance(rows, int):
+        return rows
     even = -(-rows // max(-(-rows // chunk), 1))
     # Multiples of 64 fill the tiles of a Tensor Core, and can be split over devices.
     return max(min(-(-even // 64) * 64, int(chunk), max(rows, 1)), 1)
