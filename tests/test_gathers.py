@@ -424,7 +424,7 @@ def test_axes_of_the_batch_come_from_the_first_constrained_activation():
 
 
 def test_a_second_constraint_is_where_matmuls_read_a_weight():
-    layout = WeightLayout(batch_axes=("data",)).placed(on(None, "data"), 2)
+    layout = WeightLayout(batch_axes=("data",)).constrained(on(None, "data"), 2)
     assert layout.gathered.spec == P(None, None) and layout.is_split
     by_hand = WeightLayout().constrained(on("data", "model"), 2).constrained(on(None, "model"), 2)
     assert by_hand.stored.spec == P("data", "model") and by_hand.gathered.spec == P(None, "model")
