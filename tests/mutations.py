@@ -998,6 +998,11 @@ the audit reports the matmul that selects values of a loss
 test_audit_plants.py::test_a_loss_may_select_log_probabilities_in_fp32
 """,
     "jaxmp/_tools/audit/_check_ops.py": r"""
+a parameter that is stored in 16 bits may enter an exponential
+- half_of([*op.operands, *op.equation.outvars])
++ half_of(op.equation.outvars)
+test_audit_fixes.py::test_parameters_that_enter_an_exponential_are_read_in_fp32
+
 the rule for a parameter of an exponential leaves it stored in 16 bits
 - dtypes = "p=f32," * is_stored + "c=f32"
 + dtypes = "c=f32"

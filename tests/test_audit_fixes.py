@@ -565,6 +565,9 @@ def test_parameters_that_enter_an_exponential_are_read_in_fp32(is_nnx, name):
     expected = {f"jaxmp.Rule('**:{path}', '{dtypes}')" for path in ("step_bias", "log_rate")}
     assert rules_for([]) >= expected and not any("logits" in rule for rule in rules_for([]))
     assert not rules_for([eval(rule) for rule in expected])
+    # Read in FP32 alone, a parameter is what it was rounded to.
+    read = [jaxmp.Rule(f"**:{path}", "c=f32") for path in ("step_bias", "log_rate")]
+    assert rules_for(read) >= (set() if name == "bf16" else expected)
 
 
 class Field(nn.Module):

@@ -315,8 +315,9 @@ class RoundedParameter(_labels.ConditionalFinding):
 
 @EXP_16BIT.on_operation("convert_element_type")
 def label_parameter(op: _checks.OpOccurrence, audit: _auditor.Auditor) -> RoundedParameter | None:
-    """Labels a parameter that a policy rounds."""
-    fix = keep_parameter(op, audit) if _checks.half_of(op.equation.outvars) is not None else ""
+    """Labels a parameter that a policy rounds, or stores in 16 bits."""
+    is_rounded = _checks.half_of([*op.operands, *op.equation.outvars]) is not None
+    fix = keep_parameter(op, audit) if is_rounded else ""
     message = "a parameter is rounded to 16 bits"
     return RoundedParameter(op, message, fix) if fix and op.is_forward else None
 
