@@ -281,8 +281,17 @@ def test_results_of_library_calls_are_not_overwritten():
     def forward(params, x):
         return jnp.tanh(x @ params[0]) @ params[1]
 
-    # The matmul's result and its tanh.
+    # The matmul's result, and the tanh of it.
     assert jaxmp.estimate_memory(forward, PARAMS, ROWS).temporary == 2 * size_of(ROWS)
+
+
+@pytest.mark.parametrize(("function", "arrays"), [(jnp.tanh, 2), (jnp.negative, 1)])
+def test_a_long_operation_is_computed_once(function, arrays):
+    def forward(params, x):
+        y = function(x)
+        return (y + 1) @ params[0], (2 * y) @ params[1]
+
+    assert jaxmp.estimate_memory(forward, PARAMS, ROWS).temporary == arrays * size_of(ROWS)
 
 
 def test_it_says_whether_the_step_fits():

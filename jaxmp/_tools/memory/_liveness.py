@@ -1,9 +1,10 @@
 """Estimates the temporary memory of a traced program from the lifetimes of its arrays.
 
 Matmuls, convolutions, loops, reductions and library calls are kernels, which write their results
-into memory in the order of the program. Another operation is computed in the kernels that read it;
-a library reads its operands from memory, into which a kernel writes them before. An array occupies
-memory from its kernel to its last reader. XLA decides more than that: the measured errors are in
+into memory in the order of the program. Another operation is computed in the kernels that read it,
+or, as `exp` and `tanh`, in the first of them, which writes its result for the others. A library
+reads its operands from memory, into which a kernel writes them before. An array occupies memory
+from its kernel to its last reader. XLA decides more than that: the measured errors are in
 `errors.toml`.
 """
 
@@ -40,6 +41,9 @@ _PLACEMENTS = ("reshard", "sharding_constraint")
 # collectives.
 _COMPUTES = ("reduce", "arg", "scatter", "cum", "dynamic_update_slice", "concatenate")
 _KERNELS = (*_COMPUTES, "all_", "ppermute", "psum")
+# Operations of many instructions, which no second kernel computes again. XLA would compute a
+# `logistic` again.
+_LONG = ("tanh", "erf", "erfc", "exp")
 # Primitives besides matmuls with one result that libraries compute, which read their operands from
 # memory.
 _LIBRARY = ("cholesky", "custom_call", "fft", "pallas_call", "sort", "triangular_solve")
@@ -72,12 +76,13 @@ class _Array:
     Args:
       size: bytes on each device.
       axes: those of tensor parallelism that divide it.
-      sources: None for an array in memory; otherwise the arrays from which each of its readers
-        computes it.
+      sources: None for an array in memory; otherwise the arrays from which its readers compute it.
     """
 
     def __init__(self, size: int, axes: Axes, sources: Sequence[_Array] | None = None) -> None:
         self.bytes, self.axes, self.sources = size, axes, sources
+        # True if only the first kernel that reads it computes it; number of that kernel.
+        self.is_long, self.first_reader = False, -1
 
 
 class _Kernel(NamedTuple):
@@ -154,15 +159,31 @@ class Liveness(_programs.Forward):
         is_library = is_apart or is_matmul or name in _LIBRARY or "attention" in name
         for operand in operands if is_library else ():
             # XLA makes constants, such as the zeros of a sum, in place.
-            reads = _in_memory([operand]) if operand.sources else None
+            reads = self._reads([operand]) if operand.sources else None
             if reads:
                 self._kernels.append(_Kernel(reads, [operand]))
                 operand.sources = None
         if is_library or len(results) != 1 or name.startswith(_KERNELS):
-            self._kernels.append(_Kernel(_in_memory(operands), results, is_library, below))
+            self._kernels.append(_Kernel(self._reads(operands), results, is_library, below))
         else:
-            results[0].sources = operands
+            results[0].sources, results[0].is_long = operands, name in _LONG
         return results
+
+    def _reads(self, arrays: Iterable[_Array]) -> set[_Array]:
+        """Returns the arrays in memory that the next kernel reads, which computes some arrays."""
+        known, waiting, kernel = set[_Array](), list(arrays), len(self._kernels)
+        while waiting:
+            array = waiting.pop()
+            if array.is_long and array.sources is not None:
+                if array.first_reader < 0:
+                    array.first_reader = kernel
+                elif array.first_reader < kernel:
+                    self._kernels[array.first_reader].writes.append(array)
+                    array.sources = None
+            if array not in known:
+                known.add(array)
+                waiting += array.sources or ()
+        return {array for array in known if array.sources is None}
 
     def join(self, first: _Array, second: _Array) -> _Array:
         """Returns the carry of a loop, which runs once."""
@@ -238,6 +259,7 @@ class Liveness(_programs.Forward):
 
     def _peak(self, results: list[_Array]) -> int:
         """Returns the most bytes of the arrays of all kernels that exist at once."""
+        reads_of_results = [self._reads([result]) for result in results]
         first = {array: n for n, each in enumerate(self._kernels) for array in each.writes}
         library = {array for each in self._kernels if each.is_library for array in each.writes}
         # A kernel other than a library call writes into the memory of an operand that nothing else
@@ -248,7 +270,7 @@ class Liveness(_programs.Forward):
         for n, each in enumerate(self._kernels):
             readers.append((each.reads & library, n))
             readers.append((each.reads - library, n - (not each.is_library)))
-        for reads in map(_in_memory, ([result] for result in results)):
+        for reads in reads_of_results:
             readers.append((reads, max((first.get(array, 0) for array in reads), default=0)))
         last = dict(first)
         for reads, n in readers:
@@ -259,17 +281,6 @@ class Liveness(_programs.Forward):
             changes[last[array] + 1] -= array.bytes
         totals = zip(itertools.accumulate(changes), self._kernels, strict=False)
         return max((total + kernel.inside for total, kernel in totals), default=0)
-
-
-def _in_memory(arrays: Iterable[_Array]) -> set[_Array]:
-    """Returns the arrays in memory that a kernel which computes some arrays reads."""
-    known, waiting = set[_Array](), list(arrays)
-    while waiting:
-        array = waiting.pop()
-        if array not in known:
-            known.add(array)
-            waiting += array.sources or ()
-    return {array for array in known if array.sources is None}
 
 
 def _axes_of(sharding: NamedSharding | None) -> frozenset[str]:
