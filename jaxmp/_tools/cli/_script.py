@@ -79,8 +79,7 @@ def run_script(
         file = Path(folder) / "result.json"
         watch = {"tool": tool, "file": str(file), "function": function}
         watch |= {"max_seconds": max_seconds, "settings": settings}
-        package = str(Path(jaxmp.__file__).parents[1])
-        run = {"module": is_module, "jaxmp": package, "watch": watch}
+        run = {"module": is_module, "jaxmp": str(Path(jaxmp.__file__).parents[1]), "watch": watch}
         child = Path(__file__).with_name("_script_child.py")
         command = [sys.executable, str(child), json.dumps(run), *arguments]
         is_compiling = settings.get("target") or settings.get("targets")
@@ -322,9 +321,7 @@ def _positional(call: _watch_jit.JitCall) -> tuple[Any, ...]:
     if not call.kwargs:
         return call.function, *call.args
 
-    def run(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return call.function(*args, **kwargs)
-
+    run = lambda args, kwargs: call.function(*args, **kwargs)
     run.__name__ = call.name
     return run, call.args, call.kwargs
 
