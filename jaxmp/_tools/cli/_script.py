@@ -22,9 +22,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-import jax
-import jax.numpy as jnp
-
 import jaxmp
 from jaxmp import _core
 from jaxmp._core import _compat
@@ -191,13 +188,11 @@ class Watcher:
 
     def _keep(self, watched: _jitted.Watched, call: _watch_jit.JitCall) -> bool:
         """Copies the arrays of a step, and ends the script if the step before it has failed."""
-        name = self.function
-        if not watched.takes_gradients or name not in (None, call.name):
+        if not watched.takes_gradients or self.function not in (None, call.name):
             return False
         self.is_busy = True
         try:
-            copied = lambda leaf: jnp.copy(leaf) if isinstance(leaf, jax.Array) else leaf
-            args, kwargs = jax.tree.map(copied, (call.args, call.kwargs))
+            args, kwargs = _measure.copy_arrays((call.args, call.kwargs))
             self.calls = [*self.calls[-1:], call._replace(args=args, kwargs=kwargs)]
             failed = _measure.has_failed((args, kwargs))
         finally:
