@@ -164,15 +164,9 @@ def _within(
 
 def python_function(function: Callable[..., Any]) -> Callable[..., Any] | None:
     """Returns the Python function inside of wrappers; None if there is none."""
+    names = "__wrapped__", "func", "fun", "f", "_fun"
     for _ in range(16):
-        inner = next(
-            (
-                value
-                for name in ("__wrapped__", "func", "fun", "f", "_fun")
-                if callable(value := getattr(function, name, None))
-            ),
-            None,
-        )
+        inner = next(filter(callable, (getattr(function, name, None) for name in names)), None)
         if inner is None:
             break
         function = inner
