@@ -378,6 +378,8 @@ def test_a_small_misaligned_matmul_is_a_note():
 
 def test_the_batch_is_no_width():
     assert audit(lambda x, w: x @ w, shape(13, 64), shape(64, 64)).ok
+    vectors = lambda w, x: jnp.sum(jax.vmap(lambda x: w @ x)(x), dtype=jnp.float32)
+    assert not audit(jax.grad(vectors), shape(64, 64), shape(9, 64)).findings
 
 
 # ---------------------------------------------------------------------------

@@ -484,7 +484,12 @@ def soft_ranks(outputs):
     return jnp.square(jax.nn.sigmoid(10 * (scores[:, None] - scores[None])).sum(-1)).mean()
 
 
-@pytest.mark.parametrize("loss", [sizes_of_boxes, soft_ranks])
+def cross_entropy(outputs):
+    logits = outputs[:, 0].astype(F32)
+    return (jnp.log1p(jnp.exp(-jnp.abs(logits))) + jnp.maximum(logits, 0) - logits).mean()
+
+
+@pytest.mark.parametrize("loss", [sizes_of_boxes, soft_ranks, cross_entropy])
 def test_differences_within_a_rounded_result(loss):
     def checks_of(dtype):
         matmul = lambda x, y: lax.dot(x.astype(BF16), y.astype(BF16), preferred_element_type=dtype)

@@ -5,6 +5,7 @@ import functools
 import gc
 import warnings
 
+import equinox as eqx
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -69,6 +70,13 @@ def nnx_step(recipe, *, wraps=True, optimizer=True, scales=True):
 
 def raw_step(recipe, **options):
     return linen_step(recipe, form="optax", **options)
+
+
+def test_a_warning_has_the_line_of_the_user_and_not_of_a_library():
+    loss_fn = jaxmp.autocast(lambda w, x: jnp.mean((x @ w) ** 2), "fp16")
+    with pytest.warns(jaxmp.errors.RecipeWarning, match=NO_SCALE) as caught:
+        eqx.filter_grad(loss_fn)(jnp.ones((8, 8)), X)
+    assert caught[0].filename == __file__
 
 
 FORMS = pytest.mark.parametrize("make", [linen_step, nnx_step, raw_step])

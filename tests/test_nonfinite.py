@@ -372,6 +372,18 @@ def test_an_iterator_with_several_states_is_refused(command, write):
     assert "return train_step, model, optimizer, batch" in message
 
 
+def test_a_state_may_contain_functions(command, write):
+    file = write(
+        "import jax.numpy as jnp\n"
+        "def make_step():\n"
+        "    step = lambda state, x: ((state[0], jnp.log(x)), 0)\n"
+        "    return step, (print, jnp.ones(2)), iter([jnp.ones(2), jnp.zeros(2)])\n",
+        "functions.py",
+    )
+    code, out, _ = command("locate", f"{file}:make_step")
+    assert code == 1 and "Log of zero" in out
+
+
 def test_shapes_are_refused(command, write):
     file = write(
         "import jax\nimport jax.numpy as jnp\n"

@@ -839,6 +839,7 @@ def with_bf16_params(run):
         ("step", lambda run: lambda state, x: ({}, 1.0), "the type: dict instead of TrainState"),
         ("batches", lambda run: None, "batches are of type NoneType"),
         ("batches", lambda run: iter([]), "returned no batches. Make a new list"),
+        ("state", lambda run: {"params": {"w": print}}, "leaf params/w of the state is a function"),
         ("batches", lambda run: [*data(0, 3), data(0)[0, :5]], r"Batch 3 of fp32, seed 0.*\[5,8\]"),
     ],
 )

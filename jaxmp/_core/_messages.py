@@ -104,7 +104,7 @@ def _drops_call(frame: FrameType, name: str) -> bool:
     return any(each.argval == name and start(each) == start(before[-1]) for each in before)
 
 
-_LIBRARIES = {"jaxmp", "jax", "flax", "optax", "contextlib", "functools"}
+_LIBRARIES = {"jaxmp", "jax", "flax", "optax", "equinox", "haiku", "contextlib", "functools"}
 
 
 def _user_frame() -> Any:

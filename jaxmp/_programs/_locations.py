@@ -18,7 +18,8 @@ from jaxmp._programs import _jaxprs
 # Packages whose frames do not belong to the user's code.
 _LIBRARIES = (
     *("jax", "jaxlib", "flax", "optax", "jaxmp", "chex", "equinox", "haliax", "jaxtyping"),
-    *("beartype", "distrax", "einops", "haiku", "rlax", "typer", "click"),
+    *("beartype", "distrax", "einops", "haiku", "rlax", "typer", "click", "blackjax", "diffrax"),
+    *("jaxopt", "lineax", "optimistix"),
 )
 
 

@@ -6,6 +6,7 @@ import contextlib
 import functools
 import importlib
 import importlib.util
+import operator
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -89,12 +90,14 @@ def watch_jit(on_call: Callable[[JitCall], bool], *, run_all: bool = False) -> I
         if _is_untraced():
             params = inferred[0].params
             jaxpr = params["jaxpr"]
-            call = _wrappers.call
+            call = _wrappers.call or (pjit._cpp_pjit(fun, info), args, kwargs)
             _wrappers.call = None
-            if call is None:
-                call = pjit._cpp_pjit(fun, info), args, kwargs
             source = python_function(call[0] if call[0] is not None else fun)
-            name = getattr(source, "__name__", params["name"])
+            name = params["name"]
+            # Equinox compiles a wrapper with the name of the user's function, an argument of it.
+            named = (x for x in jax.tree.leaves(args) if getattr(x, "__name__", "") == name)
+            source = source or python_function(next(named, fun))
+            name = getattr(source, "__name__", name)
             is_chosen = on_call(JitCall(*call, name, source, jaxpr))
             if is_chosen and (run_all or not _has_keys(jaxpr)):
                 # Storing the jaxpr keeps its id valid.
@@ -118,13 +121,8 @@ def watch_jit(on_call: Callable[[JitCall], bool], *, run_all: bool = False) -> I
         fun: Callable[..., Any], *args: object, **kwargs: object
     ) -> Callable[..., Any]:
         mapped = pmap(fun, *args, **kwargs)
-
-        @functools.wraps(mapped)
-        def call(*args: object, **kwargs: object) -> Any:
-            with _within(mapped, args, kwargs):
-                return mapped(*args, **kwargs)
-
-        return call
+        call = functools.partial(_watched(operator.call), mapped)
+        return functools.update_wrapper(call, mapped)
 
     pjit._infer_params, pjit._run_python_pjit, jax.pmap = infer_params, run_pjit, watched_pmap
     try:
@@ -166,15 +164,9 @@ def _within(
 
 def python_function(function: Callable[..., Any]) -> Callable[..., Any] | None:
     """Returns the Python function inside of wrappers; None if there is none."""
+    names = "__wrapped__", "func", "fun", "f", "_fun"
     for _ in range(16):
-        inner = next(
-            (
-                value
-                for name in ("__wrapped__", "func", "fun", "f", "_fun")
-                if callable(value := getattr(function, name, None))
-            ),
-            None,
-        )
+        inner = next(filter(callable, (getattr(function, name, None) for name in names)), None)
         if inner is None:
             break
         function = inner

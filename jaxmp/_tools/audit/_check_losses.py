@@ -290,6 +290,16 @@ def label_sigmoid(op: OpOccurrence, audit: Auditor) -> None:
         audit.flow.mark(op.result, label)
 
 
+@ROUNDED_OUTPUT.on_operation("log1p")
+def label_softplus(op: OpOccurrence, audit: Auditor) -> None:
+    """Labels `log1p(exp(-abs(x)))`, by which losses write a softplus, as a difference from zero."""
+    exponential = op.made_by(op.operands[0], _checks.LAYOUT)
+    if op.is_forward and exponential is not None and exponential.name == "exp":
+        power = op.body.source_of(exponential.operands[0], _checks.LAYOUT | {"neg", "abs"})
+        for rounded in audit.flow.labels(RoundedOutput, power):
+            audit.flow.mark(op.result, _Difference(rounded))
+
+
 def _is_own_loss(op: OpOccurrence) -> bool:
     """Returns True inside of jaxmp's losses, whose `logits_dtype` the user states."""
     site = _programs.call_site(op.equation)

@@ -214,8 +214,7 @@ def check_operands(op: OpOccurrence, matmul: _programs.Matmul, flops: int, audit
         return
     narrow, wide = sorted(dtypes, key=lambda dtype: dtype.itemsize)
     message = f"{op.name} of {dtypes[0].name} and {dtypes[1].name} runs in {wide.name}."
-    index, sentence = dtypes.index(wide), "Cast the wide operand"
-    fix = fix_wide(sentence, op, [index], narrow.name)
+    fix = fix_wide("Cast the wide operand", op, [dtypes.index(wide)], narrow.name)
     if not op.is_forward:
         # The cotangent of a matmul with a wider preferred_element_type is wide. Its FP32 result is
         # worth keeping, for a log-softmax in particular, so that only time is lost.
@@ -394,7 +393,8 @@ def check_sizes(op: OpOccurrence, matmul: _programs.Matmul, flops: int, audit: A
     allowed = audit.context.allowed_dtypes(op.location.names)
     dtype = min((matmul.lhs, *allowed), key=lambda dtype: dtype.itemsize)
     multiple = _programs.multiple_of(dtype) if matmul.lhs != _core.FLOAT64 else 1
-    sizes = {role: size for role, size in matmul.widths.items() if size % multiple}
+    roles = "K" * op.is_forward if _is_mapped(op) else "KMN"
+    sizes = {r: n for r, n in matmul.widths.items() if n % multiple and r in roles}
     if not sizes:
         return
     paddings = {role: _programs.padded(size, multiple) for role, size in sizes.items()}
@@ -415,6 +415,13 @@ def check_sizes(op: OpOccurrence, matmul: _programs.Matmul, flops: int, audit: A
     is_data = lambda n: n < multiple or _Classes(finding.op.line, n) in audit.collected[_Classes]
     waste = math.prod(paddings[role] / n for role, n in sizes.items() if not is_data(n)) - 1
     finding.add_harm(round(waste * flops))
+
+
+def _is_mapped(op: OpOccurrence) -> bool:
+    """Returns True if `jax.vmap` made its axis a free dimension, over which the gradient sums."""
+    if op.name != "dot_general" or _programs.dot_of(op.equation).batch[0]:
+        return False
+    return any("vmap(" in str(e.source_info.name_stack) for e in (op.equation, *op.enclosing))
 
 
 class _Classes(NamedTuple):

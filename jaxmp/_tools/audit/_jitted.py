@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import CodeType, FunctionType
-from typing import Any
+from typing import Any, TypeGuard
 
 import jax
 import jax.numpy as jnp
@@ -36,7 +35,9 @@ class Watched:
 
     def __init__(self, call: _watch_jit.JitCall) -> None:
         body = _compat.jaxpr_body(call.jaxpr)[0]
-        self.location = _place(call.source, body)
+        # The line that defines the function, or else of its first operation.
+        lines = (Lines().of((equation,)) for equation in _programs.equations(body))
+        self.location = _place([_definition(call.source)]) or _place(lines)
         self.flops = _programs.count_flops(body).total()
         self.takes_gradients = has_backward(body)
         # Most functions are single operations outside of `jit`, such as `jnp.zeros`.
@@ -98,10 +99,8 @@ def _definition(source: Callable[..., Any] | None) -> tuple[str, int]:
     return Lines().first_own([] if code is None else [(code.co_filename, code.co_firstlineno)])
 
 
-def _place(source: Callable[..., Any] | None, jaxpr: Jaxpr | ClosedJaxpr) -> str:
-    """Returns the line that defines a function, or of its first operation, as `train.py:12`."""
-    locations = (Lines().of((equation,)) for equation in _programs.equations(jaxpr))
-    places = itertools.chain([_definition(source)], locations)
+def _place(places: Iterable[tuple[str, int]]) -> str:
+    """Returns the first known line as `train.py:12`; "" without one."""
     return next((f"{Path(file).name}:{line}" for file, line in places if file), "")
 
 
@@ -111,16 +110,13 @@ def defined_steps() -> dict[FunctionType, str]:
     The values are texts such as "update_actor (train.py:12)".
     """
     jitted = [item for item in gc.get_objects() if type(item).__name__ in _JITTED]
-    steps = {}
-    for function in map(function_of, map(_watch_jit.python_function, jitted)):
-        file, line = _definition(function)
-        if (
-            file
-            and isinstance(function, FunctionType)
-            and not _OF_STEPS.isdisjoint(_names(function))
-        ):
-            steps[function] = f"{function.__name__} ({Path(file).name}:{line})"
-    return steps
+    functions = filter(_is_own, map(function_of, map(_watch_jit.python_function, jitted)))
+    steps = (f for f in functions if not _OF_STEPS.isdisjoint(_names(f)))
+    return {step: f"{step.__name__} ({_place([_definition(step)])})" for step in steps}
+
+
+def _is_own(function: Any) -> TypeGuard[FunctionType]:
+    return isinstance(function, FunctionType) and bool(_definition(function)[0])
 
 
 def function_of(source: Any) -> Any:
@@ -142,8 +138,7 @@ def _names(function: FunctionType) -> set[str]:
         called = {
             _watch_jit.python_function(x) for x in values if callable(x) and not isinstance(x, type)
         }
-        own = (x for x in called if isinstance(x, FunctionType) and _definition(x)[0])
-        functions += [x for x in own if x not in functions]
+        functions += [x for x in filter(_is_own, called) if x not in functions]
     return names
 
 

@@ -22,9 +22,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-import jax
-import jax.numpy as jnp
-
 import jaxmp
 from jaxmp import _core
 from jaxmp._core import _compat
@@ -79,8 +76,7 @@ def run_script(
         file = Path(folder) / "result.json"
         watch = {"tool": tool, "file": str(file), "function": function}
         watch |= {"max_seconds": max_seconds, "settings": settings}
-        package = str(Path(jaxmp.__file__).parents[1])
-        run = {"module": is_module, "jaxmp": package, "watch": watch}
+        run = {"module": is_module, "jaxmp": str(Path(jaxmp.__file__).parents[1]), "watch": watch}
         child = Path(__file__).with_name("_script_child.py")
         command = [sys.executable, str(child), json.dumps(run), *arguments]
         is_compiling = settings.get("target") or settings.get("targets")
@@ -192,13 +188,11 @@ class Watcher:
 
     def _keep(self, watched: _jitted.Watched, call: _watch_jit.JitCall) -> bool:
         """Copies the arrays of a step, and ends the script if the step before it has failed."""
-        name = self.function
-        if not watched.takes_gradients or name not in (None, call.name):
+        if not watched.takes_gradients or self.function not in (None, call.name):
             return False
         self.is_busy = True
         try:
-            copied = lambda leaf: jnp.copy(leaf) if isinstance(leaf, jax.Array) else leaf
-            args, kwargs = jax.tree.map(copied, (call.args, call.kwargs))
+            args, kwargs = _measure.copy_arrays((call.args, call.kwargs))
             self.calls = [*self.calls[-1:], call._replace(args=args, kwargs=kwargs)]
             failed = _measure.has_failed((args, kwargs))
         finally:
@@ -322,9 +316,7 @@ def _positional(call: _watch_jit.JitCall) -> tuple[Any, ...]:
     if not call.kwargs:
         return call.function, *call.args
 
-    def run(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return call.function(*args, **kwargs)
-
+    run = lambda args, kwargs: call.function(*args, **kwargs)
     run.__name__ = call.name
     return run, call.args, call.kwargs
 

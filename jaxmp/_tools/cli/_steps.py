@@ -12,8 +12,6 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
-import jax
-import jax.numpy as jnp
 import typer
 
 import jaxmp
@@ -342,7 +340,7 @@ def _count(info: "jaxmp.checkpoint.CheckpointInfo", first: object) -> int | None
 
 def _failing(step: Callable[..., Any], state: Any, batches: Iterator[Any]) -> tuple[Any, list[Any]]:
     """Trains until a step is skipped or not finite, and returns its arguments, or the last ones."""
-    from jaxmp._tools.nonfinite._measure import has_failed
+    from jaxmp._tools.nonfinite import _measure
 
     batch = next(batches, None)
     if batch is None:
@@ -351,10 +349,9 @@ def _failing(step: Callable[..., Any], state: Any, batches: Iterator[Any]) -> tu
             "    return train_step, state, iter(batches[info.step:])"
         )
     while True:
-        # The step may donate its arguments.
-        results = step(*jax.tree.map(jnp.copy, (state, batch)))
+        results = step(*_measure.copy_arrays((state, batch)))
         following = next(batches, None)
-        if following is None or has_failed(results):
+        if following is None or _measure.has_failed(results):
             return state, [batch]
         state = results[0] if type(results) in (tuple, list) else results
         batch = following

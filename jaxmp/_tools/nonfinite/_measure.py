@@ -128,6 +128,11 @@ def has_failed(tree: PyTree) -> bool:
     return last_step_was_skipped(tree) or not bool(_core.all_finite(tree))
 
 
+def copy_arrays(tree: PyTree) -> PyTree:
+    """Copies the arrays among the arguments of a step, which may donate them."""
+    return jax.tree.map(lambda leaf: jnp.copy(leaf) if isinstance(leaf, jax.Array) else leaf, tree)
+
+
 def with_scale(arrays: list[Any], number: int, value: float) -> list[Any]:
     """Returns the arguments with another loss scale."""
     changed = list(arrays)

@@ -168,6 +168,12 @@ def _pure_tree(run: TrainingRun) -> PureRun:
             "Use jaxmp.TrainState, a dict with the key 'params', a dataclass or NamedTuple with a "
             "field 'params', or a tuple or dict with one train state, such as (state, ema)."
         )
+    functions = ("/".join(path) for path, x in _core.leaves_with_path(state) if callable(x))
+    if name := next(functions, ""):
+        raise ValidationError(
+            f"The leaf {name} of the state is a function. Keep only arrays in it: params, static ="
+            " eqx.partition(model, eqx.is_array), and in the step, eqx.combine(params, static)."
+        )
 
     # The structure contains functions, such as `tx`, which differ between seeds.
     leaves, structure = jax.tree.flatten(state)
