@@ -260,7 +260,7 @@ def _check_compiled(chip: _core.Target | None, exact: bool | None) -> _core.Targ
       MissingDependencyError: if the compiler is not installed.
     """
     if exact is False:
-        raise TargetError("exact=False")
+        raise TargetError("exact=False (--estimate)")
     if chip is None:
         raise TargetError("no chip is named. Write exact=True, target='h200' (--target h200).")
     if chip.uncompiled:
