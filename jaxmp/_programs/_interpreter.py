@@ -314,7 +314,11 @@ class Interpreter:
         if count:
             rows = jax.tree.map(lambda row: lax.broadcast(row, (count,)), none)
             kept = vary_as_here(rows), jnp.int32(0)
-        any_runs = lambda carry: runs.any() if (runs := test(carry[0])).ndim else runs
+
+        def any_runs(carry: Any) -> Array:
+            runs = test(carry[0])
+            return runs.any() if runs.ndim else runs
+
         results, (side, *_) = lax.while_loop(any_runs, step, (carry, kept))
         (self._add_joined if count else self._add)(side)
         return results

@@ -418,7 +418,10 @@ def check_sizes(op: OpOccurrence, matmul: _programs.Matmul, flops: int, audit: A
 
 
 def _is_mapped(op: OpOccurrence) -> bool:
-    """Returns True if `jax.vmap` made its axis a free dimension, over which the gradient sums."""
+    """Returns True for a matmul in `jax.vmap` without batch dimensions.
+
+    The mapped axis is one of its free dimensions, and the gradient of the kernel sums over it.
+    """
     if op.name != "dot_general" or _programs.dot_of(op.equation).batch[0]:
         return False
     return any("vmap(" in str(e.source_info.name_stack) for e in (op.equation, *op.enclosing))

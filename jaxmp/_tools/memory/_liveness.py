@@ -81,7 +81,7 @@ class _Array:
 
     def __init__(self, size: int, axes: Axes, sources: Sequence[_Array] | None = None) -> None:
         self.bytes, self.axes, self.sources = size, axes, sources
-        # True if only the first kernel that reads it computes it; number of that kernel.
+        # Whether only the first kernel that reads it computes it, and the number of that kernel.
         self.is_long, self.first_reader = False, -1
 
 
@@ -170,7 +170,10 @@ class Liveness(_programs.Forward):
         return results
 
     def _reads(self, arrays: Iterable[_Array]) -> set[_Array]:
-        """Returns the arrays in memory that the next kernel reads, which computes some arrays."""
+        """Returns the arrays in memory that the next kernel reads to compute some arrays.
+
+        An earlier kernel writes those that it has computed and that no kernel computes again.
+        """
         known, waiting, kernel = set[_Array](), list(arrays), len(self._kernels)
         while waiting:
             array = waiting.pop()

@@ -171,8 +171,9 @@ def _pure_tree(run: TrainingRun) -> PureRun:
     functions = ("/".join(path) for path, x in _core.leaves_with_path(state) if callable(x))
     if name := next(functions, ""):
         raise ValidationError(
-            f"The leaf {name} of the state is a function. Keep only arrays in it: params, static ="
-            " eqx.partition(model, eqx.is_array), and in the step, eqx.combine(params, static)."
+            f"The leaf {name} of the state is a function. Keep only arrays in the state. With "
+            "Equinox, write params, static = eqx.partition(model, eqx.is_array) before the run, "
+            "and model = eqx.combine(params, static) in the step."
         )
 
     # The structure contains functions, such as `tx`, which differ between seeds.
