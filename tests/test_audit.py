@@ -523,6 +523,10 @@ def test_a_power_iteration_is_fp32_by_design(gradient):
     the_only(audit(embedding, w, u, recipe=BF16).errors, "fp32_matmul")
     report = audit(scaled, shape(64, 32), shape(64), try_fixes=False)
     assert any("power iteration" in f.message for f in report.errors if f.check == "norm_16bit")
+    heads = lambda h, w, u: nn.softplus(h @ w) / nn.softplus(h @ u)
+    pooled = lambda h, w, u: (y := nn.softmax(h @ w).astype(h.dtype) @ h) / (1 + jnp.exp(-y) + u)
+    for other in (heads, pooled):
+        assert "norm_16bit" not in checks(audit(other, shape(64, 32), shape(32), shape(32)))
 
 
 def linear_solve(w, x):
