@@ -630,8 +630,24 @@ def test_a_running_sum_in_a_scan():
 
         return lax.scan(body, jnp.zeros(4, jnp.bfloat16), xs)[0]
 
-    finding = the_only(audit(fn, shape(64, 4)).errors, "reduction_16bit")
-    assert_named(finding, "", "a running sum in a carry")
+    def written(xs):
+        ref = jax.new_ref(jnp.zeros(4, jnp.bfloat16))
+
+        def body(carry, x):
+            ref[...] += x * x  # a running sum in a reference
+            return carry, None
+
+        lax.scan(body, 0, xs)
+        return ref[...]
+
+    def called(xs):
+        add = jax.jit(lambda total, x: total + x * x)  # a running sum in a function
+        return lax.scan(lambda t, x: (add(t, x), None), jnp.zeros(4, jnp.bfloat16), xs)[0]
+
+    for each, kind in ((fn, "carry"), (written, "reference"), (called, "function")):
+        line = f"a running sum in a {kind}"
+        finding = the_only(audit(each, shape(64, 4)).errors, "reduction_16bit")
+        assert_named(finding, "", line)
 
 
 def test_a_running_sum_in_loops_and_through_casts():
