@@ -22,6 +22,7 @@ from jaxmp._policies._policy import Policy
 from jaxmp._policies._rules import Rule
 from jaxmp.errors import CompositionError, PolicyError, RuleError
 from programs import dtypes, module_path, named, products, relative_error, trace
+from training import nnx_step
 
 MIXED = "p=f32,c=bf16,o=f32"
 BF16, F16, F32 = (("bfloat16",) * 2, ("float16",) * 2, ("float32",) * 2)
@@ -1459,11 +1460,7 @@ def test_threads_with_their_own_policies_on_one_model():
 # ---------------------------------------------------------------------------
 
 
-def train(model, optimizer, x):
-    loss_fn = lambda model, x: jnp.mean(model(x).astype(jnp.float32) ** 2)
-    loss, grads = optimizer.value_and_grad(loss_fn)(model, x)
-    optimizer.update(model, grads)
-    return loss
+train = nnx_step(lambda model, x: jnp.mean(model(x).astype(jnp.float32) ** 2))
 
 
 def training(recipe):
