@@ -756,8 +756,8 @@ SIZES = {"tokens": 2**19, "features": 128, "classes": 8192}
 
 
 # On an H200, one array of the size of the logits for two in FP32, and a third of the bytes in
-# bfloat16; beside them the workspace of the matmuls, which at these sizes is another 6 to 8 %. A CPU
-# multiplies in FP32, so its bfloat16 layer stores FP32 logits independently of the loss.
+# bfloat16; beside them the workspace of the matmuls, which at these sizes is another 6 to 8 %.
+# A CPU multiplies in FP32, so its bfloat16 layer stores FP32 logits independently of the loss.
 @pytest.mark.parametrize(
     ("chip", "in_fp32", "in_bf16"),
     [("cpu", 0.8, 0.8), pytest.param("h200", 0.6, 0.45, marks=needs_compiler)],
