@@ -44,13 +44,9 @@ def setup(recipe, tx=None):
     model = recipe.wrap(Net())
     x = jax.random.normal(jax.random.key(1), (16, 4))
     variables = Net().init(jax.random.key(0), x)
-    state = State.create(
-        apply_fn=model.apply,
-        params=variables["params"],
-        tx=recipe.optimizer(relaxed(optax.adamw(1e-2)) if tx is None else tx),
-        batch_stats=variables["batch_stats"],
-        ema=jax.tree.map(jnp.copy, variables["params"]),
-    )
+    tx = recipe.optimizer(relaxed(optax.adamw(1e-2)) if tx is None else tx)
+    ema = jax.tree.map(jnp.copy, variables["params"])
+    state = State.create(apply_fn=model.apply, tx=tx, ema=ema, **variables)
     return state, (x, jnp.sin(x.sum(-1)))
 
 
@@ -320,9 +316,8 @@ def test_flax_serialization_restores_what_it_wrote_without_casts(recipe):
     with pytest.raises(jaxmp.JaxmpError, match=r"Another recipe wrote[^$]*migrate=True"):
         flax.serialization.from_bytes(other, blob)
     masters = state.opt_state.inner_state
-    rounded = flax.serialization.to_state_dict(
-        jax.tree.map(lambda x: x.astype(jnp.float16), masters)
-    )
+    rounded = jax.tree.map(lambda x: x.astype(jnp.float16), masters)
+    rounded = flax.serialization.to_state_dict(rounded)
     with pytest.raises(jaxmp.JaxmpError, match=r"wrote this \w+: .*\(float16\)"):
         flax.serialization.from_state_dict(masters, rounded)
 
@@ -361,9 +356,7 @@ def test_extra_arguments_reach_the_optimizer():
         _ = state.apply_gradients(grads=params)
         assert not seen
     # Optimizers that take no such arguments ignore them, as `optax.with_extra_args_support` does.
-    tx = jaxmp.load_recipe("bf16").optimizer(optax.sgd(0.1))
-    state = jaxmp.TrainState.create(apply_fn=None, params=params, tx=tx)
-    _ = state.apply_gradients(grads=params, extra_args={"value": 3.0})
+    _ = new_state(params, "bf16").apply_gradients(grads=params, extra_args={"value": 3.0})
 
 
 @pytest.mark.parametrize("recipe", ["fp32", "bf16_params", "fp16_params", None])
@@ -373,15 +366,7 @@ def test_shapes_make_a_state_of_shapes(recipe):
     x = jnp.ones((2, 4))
     variables = Net().init(jax.random.key(0), x)
 
-    def create(variables):
-        return State.create(
-            apply_fn=Net().apply,
-            params=variables["params"],
-            tx=tx,
-            batch_stats=variables["batch_stats"],
-            ema=None,
-        )
-
+    create = lambda variables: State.create(apply_fn=Net().apply, tx=tx, ema=None, **variables)
     apply_fn = create(variables).apply_fn
     abstract = create(jax.eval_shape(Net().init, jax.random.key(0), x)).replace(apply_fn=apply_fn)
     assert all(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(abstract))
