@@ -255,9 +255,6 @@ def test_the_state_of_a_hint_causes_no_retrace():
 PARAMS = {"w": jnp.ones(2)}
 
 
-def make_state():
-    return new_state(PARAMS, "fp32")
-
 
 STATEMENTS = {
     "recipe.wrap(nn.Dense(2))": "model = recipe.wrap(model)",
@@ -272,7 +269,8 @@ STATEMENTS = {
 
 @pytest.mark.parametrize("statement", STATEMENTS)
 def test_a_dropped_result_is_said_with_the_line(statement):
-    names = globals() | {"recipe": jaxmp.load_recipe("bf16"), "state": make_state()}
+    state = new_state(PARAMS, "fp32")
+    names = globals() | {"recipe": jaxmp.load_recipe("bf16"), "state": state}
     (hint,) = hints_of(lambda: exec(compile(statement, __file__, "exec"), names))
     assert hint.endswith(f"{DROPPED}{STATEMENTS[statement]}.")
     kept = (f"kept = {statement}", f"kept = [{statement}]", f"print({statement}, file=None)")
