@@ -255,7 +255,6 @@ def test_the_state_of_a_hint_causes_no_retrace():
 PARAMS = {"w": jnp.ones(2)}
 
 
-
 STATEMENTS = {
     "recipe.wrap(nn.Dense(2))": "model = recipe.wrap(model)",
     "recipe.wrap(nnx.Linear(2, 2, rngs=nnx.Rngs(0)))": "model = recipe.wrap(model)",
