@@ -23,7 +23,7 @@ from jaxmp import audit
 from jaxmp._tools.audit._hlo import Program
 from jaxmp._tools.audit._hlo_collectives import mesh_axes
 from sources import code_of
-from training import state_step
+from training_steps import state_step
 
 BF16 = "p=f32,c=bf16,o=f32"
 WIDTH, ROWS, LAYERS = 512, 2048, 3

@@ -18,7 +18,7 @@ from jaxmp import audit
 from jaxmp._tools.report._section import fix_parts
 from programs import with_own_gradient
 from relaxed import relaxed
-from training import new_state, state_step
+from training_steps import new_state, state_step
 
 BF16, F16, F32 = jnp.bfloat16, jnp.float16, jnp.float32
 W = jax.ShapeDtypeStruct((64, 64), F32)

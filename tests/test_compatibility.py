@@ -20,7 +20,7 @@ from compatibility import AUTHOR, is_16_bit
 from compatibility_models import INSTALLED, tokens
 from grids import EXPENSIVE, REST, fast_cases
 from jaxmp._policies._resolve import resolve_policy
-from training import nnx_step
+from training_steps import nnx_step
 
 ROOT = Path(__file__).parents[1]
 MEASURED = ROOT / "benchmarks/results/compatibility_jax_0.10.2_cpu.json"

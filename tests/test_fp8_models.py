@@ -25,7 +25,7 @@ from jaxmp._core import _compat
 from jaxmp._programs._jaxprs import equations
 from jaxmp.errors import CompositionError, RecipeError, RecipeWarning
 from train_lm import TRAININGS
-from training import new_state, state_step
+from training_steps import new_state, state_step
 
 E4M3, E5M2 = "float8_e4m3fn", "float8_e5m2"
 HEAD = Rule("**/lm_head", "o=f32,matmul=default", required=False)

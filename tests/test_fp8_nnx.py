@@ -23,7 +23,7 @@ from jaxmp._flax._nnx_model import apply_policy
 from jaxmp.errors import CompositionError, RecipeWarning
 from jaxmp.nnx import Optimizer, OverwriteWithGradient, value_and_grad
 from relaxed import relaxed
-from training import new_state, nnx_step, state_step
+from training_steps import new_state, nnx_step, state_step
 
 DELAYED = fp8.DelayedScaling(amax_history_len=3)
 # Also the last layer of a model, because most models here are parts of one.

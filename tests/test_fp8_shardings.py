@@ -19,7 +19,7 @@ from jaxmp._core._compat import described_gpus
 from jaxmp._core._targets import get_target
 from jaxmp._programs._jaxprs import equations
 from jaxmp._tools.audit._compile import describe
-from training import new_state
+from training_steps import new_state
 
 MESH = jax.make_mesh((2, 2), ("data", "model"), axis_types=(AxisType.Explicit,) * 2)
 LINEAR = (((2,), (0,)), ((), ()))

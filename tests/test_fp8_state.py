@@ -22,7 +22,7 @@ from jaxmp.errors import CompositionError
 from jaxmp.fp8 import _overwritten
 from jaxmp.fp8._operands import partial_maxima
 from relaxed import relaxed
-from training import new_state, state_step
+from training_steps import new_state, state_step
 
 LINEAR = (((1,), (0,)), ((), ()))
 OPERANDS = ("input", "kernel", "output_grad")

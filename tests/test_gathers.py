@@ -21,7 +21,7 @@ from jaxmp._gradients._fp32._layout import WeightLayout, _reshaped, batch_axes
 from jaxmp._programs._jaxprs import equations
 from jaxmp.errors import JaxmpError
 from models_nnx import pure_gradients
-from training import new_state
+from training_steps import new_state
 
 ROWS, WIDTH = 64, 16
 

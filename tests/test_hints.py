@@ -14,7 +14,7 @@ import pytest
 from flax import nnx
 
 import jaxmp
-from training import new_state
+from training_steps import new_state
 
 X = jnp.ones((4, 8))
 NO_SCALE = "gradient of a float16 model is computed without a loss scale"

@@ -13,7 +13,7 @@ from flax import nnx
 import jaxmp
 from grids import EXPENSIVE
 from relaxed import relaxed
-from training import new_state, nnx_step, state_step
+from training_steps import new_state, nnx_step, state_step
 
 check_leaks = pytest.mark.usefixtures("check_leaks")
 

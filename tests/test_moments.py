@@ -22,7 +22,7 @@ from jaxmp.errors import CheckpointError, CompositionError, RecipeError, RecipeW
 from jaxmp.optim import _moments, moment_dtype
 from jaxmp.optim._apply import apply_update
 from moment_optimizers import PARAMS, X, loss_fn, train
-from training import nnx_step
+from training_steps import nnx_step
 
 pytestmark = pytest.mark.usefixtures("standard_promotion", "rank_promotion")
 

@@ -10,7 +10,7 @@ from flax import nnx
 import jaxmp
 from grids import EXPENSIVE, fast_cases
 from relaxed import relaxed
-from training import nnx_step
+from training_steps import nnx_step
 
 
 class Net(nnx.Module):

@@ -12,7 +12,7 @@ from flax import nnx
 
 import jaxmp
 from grids import EXPENSIVE
-from training import nnx_step
+from training_steps import nnx_step
 
 X = jnp.asarray(np.random.default_rng(0).normal(size=(8, 4)), jnp.float32)
 Y = jnp.asarray(np.sin(np.asarray(X).sum(-1)))

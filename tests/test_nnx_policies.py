@@ -23,7 +23,7 @@ from jaxmp._policies._policy import Policy
 from jaxmp._policies._rules import Rule
 from jaxmp.errors import CompositionError, PolicyError, RuleError
 from programs import dtypes, module_path, named, products, relative_error, trace
-from training import nnx_step
+from training_steps import nnx_step
 
 MIXED = "p=f32,c=bf16,o=f32"
 BF16, F16, F32 = (("bfloat16",) * 2, ("float16",) * 2, ("float32",) * 2)

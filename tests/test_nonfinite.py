@@ -28,7 +28,7 @@ from jaxmp._tools.nonfinite import NonfiniteReport
 from jaxmp._tools.nonfinite._record import Program, Recorded, Recorder
 from planted_nonfinite import HEAD, PLANTS
 from sources import code_of, load_module, replace_expression
-from training import new_state, state_step
+from training_steps import new_state, state_step
 
 BY_NAME = {plant.name: plant for plant in PLANTS}
 

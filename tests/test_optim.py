@@ -25,7 +25,7 @@ from jaxmp.errors import CompositionError, MasterOverflowError, RecipeWarning, S
 from jaxmp.optim._rounding import pack, unpack
 from jaxmp.optim._skip import skip_nonfinite
 from relaxed import relaxed
-from training import new_state, state_step
+from training_steps import new_state, state_step
 
 BF16 = jaxmp.PolicyMap("p=bf16,c=bf16,o=f32")
 FP16 = jaxmp.PolicyMap("p=f16,c=f16,o=f32")

@@ -9,7 +9,7 @@ import pytest
 import jaxmp
 from grids import fast_cases
 from relaxed import relaxed
-from training import new_state
+from training_steps import new_state
 
 X = jax.random.normal(jax.random.key(0), (8, 4))
 Y = jnp.sin(X.sum(-1))

@@ -16,7 +16,7 @@ import jaxmp
 from grids import EXPENSIVE, fast_cases
 from jaxmp.errors import CompositionError, RecipeWarning
 from jaxmp.optim import set_master_params
-from training import new_state
+from training_steps import new_state
 
 RECIPES = {
     "bf16": jaxmp.load_recipe("bf16"),

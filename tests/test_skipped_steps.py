@@ -24,7 +24,7 @@ from jaxmp._tools.audit._hlo_kernels import kernels
 from jaxmp._tools.audit._trace import trace
 from jaxmp.errors import CompositionError, ScaleCollapsedError, SkippedStepsWarning
 from jaxmp.optim._skip import skip_nonfinite
-from training import new_state
+from training_steps import new_state
 
 PARAMS = {"a": jnp.ones(2), "b": {"w": jnp.ones(3), "x": jnp.ones(())}}
 GOOD = jax.tree.map(jnp.ones_like, PARAMS)

@@ -26,7 +26,7 @@ from jaxmp._tools.audit._trace import trace
 from jaxmp._tools.stats._measure import FORMATS, measure_tensor
 from jaxmp._tools.stats._with_stats import _Program
 from jaxmp.errors import AuditError
-from training import new_state, state_step
+from training_steps import new_state, state_step
 
 pytestmark = pytest.mark.usefixtures("standard_promotion", "rank_promotion")
 

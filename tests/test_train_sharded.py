@@ -17,7 +17,7 @@ import train_sharded
 from byte_gpt import GPT
 from grids import EXPENSIVE
 from processes import ROOT, free_port, results, start, stop, wait
-from training import state_step
+from training_steps import state_step
 
 SMALL = GPT(layers=1, width=32, heads=4, max_length=16)
 ARGUMENTS = dict(layers=1, width=32, heads=4, seq_len=16, batch_size=8)

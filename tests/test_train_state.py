@@ -16,7 +16,7 @@ import jaxmp
 from arrays import changed
 from grids import EXPENSIVE, REST, each_value, fast_cases
 from relaxed import relaxed
-from training import new_state, state_step
+from training_steps import new_state, state_step
 
 RECIPES = ["fp32", "tf32", "bf16", "bf16_params", "fp16", "fp16_params"]
 

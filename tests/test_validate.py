@@ -37,7 +37,7 @@ from jaxmp._tools.validate._rows import GradientRow, MetricChoice, TrainingRecor
 from jaxmp._tools.validate._validate import make_model_runs
 from jaxmp.errors import ValidationError, ValidationFailedError
 from jaxmp.typing import ValidationReport
-from training import new_state
+from training_steps import new_state
 
 STEPS = 20
 

@@ -13,7 +13,7 @@ from flax.training import train_state as flax_train_state
 
 import jaxmp
 from grids import EXPENSIVE
-from training import new_state
+from training_steps import new_state
 
 # The defaults of JAX, as users of Flax and optax have them.
 pytestmark = pytest.mark.usefixtures("standard_promotion", "rank_promotion")
