@@ -18,6 +18,15 @@ class MLP(nn.Module):
         return nn.Dense(4, name="head")(x)
 
 
+class Outer(nn.Module):
+    """Model that calls another one."""
+
+    inner: nn.Module
+
+    def __call__(self, *args):
+        return self.inner(*args)
+
+
 class TiedLM(nn.Module):
     """Language model whose embedding table is also the output layer."""
 

@@ -99,6 +99,11 @@ class Plant:
         return HEAD + textwrap.dedent(self.source)
 
 
+def of_argument(name: str, source: str, cause: str, argument: str) -> Plant:
+    """Returns a fault of an argument of the step."""
+    return Plant(name, source, cause, phase="", argument=argument, repair="arguments")
+
+
 PLANTS = [
     # -- plain functions ----------------------------------------------------------------------
     Plant(
@@ -511,7 +516,7 @@ PLANTS = [
         phase="backward",
         repair="recipe",
     ),
-    Plant(
+    of_argument(
         "Linen: bad row of a batch with microbatches",
         """
         def make():
@@ -519,11 +524,9 @@ PLANTS = [
             return train(Readout(), x, microbatches=2)
         """,
         "bad_input",
-        phase="",
-        argument="batch['x']",
-        repair="arguments",
+        "batch['x']",
     ),
-    Plant(
+    of_argument(
         "Linen: poisoned parameter",
         """
         def make():
@@ -533,11 +536,9 @@ PLANTS = [
             return step, state.replace(params=params), batch
         """,
         "poisoned_parameter",
-        phase="",
-        argument="state.params['params']['readout']['kernel']",
-        repair="arguments",
+        "state.params['params']['readout']['kernel']",
     ),
-    Plant(
+    of_argument(
         "Linen: poisoned second moment",
         """
         def make():
@@ -558,11 +559,9 @@ PLANTS = [
             return step, params, opt_state, x
         """,
         "poisoned_moment",
-        phase="",
-        argument="opt_state[0].nu['params']['readout']['bias']",
-        repair="arguments",
+        "opt_state[0].nu['params']['readout']['bias']",
     ),
-    Plant(
+    of_argument(
         "Linen: FP8 scale that is not finite",
         """
         class Net(nn.Module):
@@ -580,9 +579,7 @@ PLANTS = [
             return step, state.replace(params={**state.params, name: fp8}), batch
         """,
         "fp8_scale",
-        phase="",
-        argument="_overwrite_with_gradient",
-        repair="arguments",
+        "_overwrite_with_gradient",
     ),
     # -- NNX ----------------------------------------------------------------------------------
     Plant(

@@ -666,17 +666,9 @@ def test_the_command_compiles(small_step, command):
 # ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("target", "message"),
-    [
-        ("h20", "Did you mean 'h200'"),
-        ("H200", "in lower case: target='h200'"),
-        (9, "Known chips: v100, v100-16, v100-pcie, t4, a100-40, a100"),
-    ],
-)
-def test_an_unknown_target_is_refused_before_anything_is_traced(target, message):
-    with pytest.raises(jaxmp.errors.AuditError, match=message):
-        audit(lambda x: pytest.fail("traced"), jnp.ones(2), target=target)
+def test_an_unknown_target_is_refused_before_anything_is_traced():
+    with pytest.raises(jaxmp.errors.AuditError, match="Did you mean 'h200'"):
+        audit(lambda x: pytest.fail("traced"), jnp.ones(2), target="h20")
 
 
 # ---------------------------------------------------------------------------

@@ -23,6 +23,7 @@ from jaxmp import audit
 from jaxmp._tools.audit._hlo import Program
 from jaxmp._tools.audit._hlo_collectives import mesh_axes
 from sources import code_of
+from training_steps import state_step
 
 BF16 = "p=f32,c=bf16,o=f32"
 WIDTH, ROWS, LAYERS = 512, 2048, 3
@@ -332,15 +333,11 @@ def zero_1(name):
         params = [jnp.zeros((WIDTH, WIDTH))] * LAYERS
         return jaxmp.TrainState.create(apply_fn=None, params=params, tx=tx)
 
-    def step(state, batch):
-        loss, grads = state.value_and_grad(mlp)(batch)
-        return state.apply_gradients(grads=grads), loss
-
     state = jax.eval_shape(init)
     whole = [NamedSharding(MESH, P())] * LAYERS
     shardings = jaxmp.state_shardings(state, whole, optimizer="data")
     state = jax.tree.map(lambda x, at: shape(x.shape, at.spec, x.dtype), state, shardings)
-    step = jax.jit(step, donate_argnums=0, out_shardings=(shardings, None))
+    step = jax.jit(state_step(mlp), donate_argnums=0, out_shardings=(shardings, None))
     with jax.numpy_dtype_promotion("standard"):  # optax.adam
         return compiled(step, state, policies=recipe)
 

@@ -18,6 +18,7 @@ from jaxmp import audit
 from jaxmp._tools.report._section import fix_parts
 from programs import with_own_gradient
 from relaxed import relaxed
+from training_steps import new_state, state_step
 
 BF16, F16, F32 = jnp.bfloat16, jnp.float16, jnp.float32
 W = jax.ShapeDtypeStruct((64, 64), F32)
@@ -131,9 +132,7 @@ def test_masters_of_jaxmp(master):
     params = {"w": jnp.ones((64, 64))}
     state = jaxmp.TrainState.create(apply_fn=None, params=params, tx=tx)
 
-    def step(state, x):
-        value, grads = state.value_and_grad(lambda p: loss(p["w"], x))()
-        return state.apply_gradients(grads=grads), value
+    step = state_step(lambda p, x: loss(p["w"], x))
 
     def plain(params, state, x):
         grads = jaxmp.grad(lambda p: loss(p["w"], x))(params)
@@ -154,8 +153,7 @@ def test_masters_of_jaxmp(master):
 @pytest.mark.parametrize("master", ["fp32", "packed"])
 def test_an_average_beside_masters_has_its_own_fix(master, new):
     recipe = jaxmp.load_recipe("bf16_params").replace(master=master)
-    tx = recipe.optimizer(relaxed(optax.adam(1e-3)))
-    state = jaxmp.TrainState.create(apply_fn=None, params={"w": jnp.ones((64, 64))}, tx=tx)
+    state = new_state({"w": jnp.ones((64, 64))}, recipe, relaxed(optax.adam(1e-3)))
 
     def step(state, averages, x):
         _, grads = state.value_and_grad(lambda p: loss(p["w"], x))()
@@ -262,13 +260,9 @@ def test_a_loss_scale_in_the_state():
 
 @pytest.mark.parametrize("recipe", ["fp16", "fp16_params"])
 def test_the_recipes_scale(recipe):
-    tx = jaxmp.load_recipe(recipe).optimizer(relaxed(optax.adamw(1e-3)))
-    state = jaxmp.TrainState.create(apply_fn=None, params={"w": jnp.ones((64, 64))}, tx=tx)
+    state = new_state({"w": jnp.ones((64, 64))}, recipe, relaxed(optax.adamw(1e-3)))
 
-    def step(state, x):
-        value, grads = state.value_and_grad(lambda p: loss(p["w"], x, F16))()
-        return state.apply_gradients(grads=grads), value
-
+    step = state_step(lambda p, x: loss(p["w"], x, F16))
     assert counts(step, state, X, recipe=recipe) == {}
 
 
@@ -344,9 +338,8 @@ def average_of_the_last_step(state, ema, x):
 
 @pytest.mark.parametrize("form", ["arguments", "dict", "optax.ema"])
 def test_averages_beside_masters_are_reported_and_the_fix_is_clean(form):
-    tx = jaxmp.load_recipe("bf16_params").optimizer(optax.sgd(0.1))
     params = {"w": jnp.ones((64, 64))}
-    state = jaxmp.TrainState.create(apply_fn=None, params=params, tx=tx)
+    state = new_state(params, "bf16_params")
     step, ema = average_of_the_last_step, state.params
     if form == "dict":
         step = lambda s, x: average_of_the_last_step(s["train"], s["ema"], x)
@@ -373,9 +366,8 @@ def test_averages_beside_masters_are_reported_and_the_fix_is_clean(form):
 
 
 def test_an_fp32_average_of_rounded_parameters_is_clean():
-    tx = jaxmp.load_recipe("bf16_params").optimizer(optax.sgd(0.1))
     params = {"w": jnp.ones((64, 64)), "frozen": jnp.ones((1, 64))}
-    state = jaxmp.TrainState.create(apply_fn=None, params=params, tx=tx)
+    state = new_state(params, "bf16_params")
 
     def step(state, ema, x):
         total = lambda p, x: loss(p["w"] + jax.lax.stop_gradient(p["frozen"]), x)
@@ -528,16 +520,11 @@ def test_sums_of_activations_are_notes():
 def test_the_reductions_of_jaxmp():
     recipe = jaxmp.load_recipe("bf16")
     mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
-    tx = recipe.optimizer(relaxed(optax.sgd(0.1)), axis_name="data")
-    state = jaxmp.TrainState.create(apply_fn=None, params={"w": jnp.ones((64, 64))}, tx=tx)
-
-    def step(state, x):
-        value, grads = state.value_and_grad(lambda p: loss(p["w"], x))()
-        return state.apply_gradients(grads=grads), value
+    state = new_state({"w": jnp.ones((64, 64))}, recipe, relaxed(optax.sgd(0.1)), axis_name="data")
 
     for check_vma in (False, True):
         spread = jax.shard_map(
-            step,
+            state_step(lambda p, x: loss(p["w"], x)),
             mesh=mesh,
             in_specs=(PartitionSpec(), PartitionSpec("data")),
             out_specs=PartitionSpec(),

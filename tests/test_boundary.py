@@ -13,6 +13,7 @@ from flax import nnx
 import jaxmp
 from grids import EXPENSIVE
 from jaxmp._core._trees import saturating_cast
+from models_linen import Outer
 
 FLOAT32_MIN = float(jnp.finfo(jnp.float32).min)
 BF16, FP16 = "p=f32,c=bf16,o=f32", "p=f32,c=f16,o=f32"
@@ -380,13 +381,6 @@ class LayerCache(nnx.Module):
         self.keys = nnx.Cache(jnp.zeros((8, 4), dtype))
 
 
-class Outer(nn.Module):
-    inner: nn.Module
-
-    def __call__(self, x):
-        return self.inner(x)
-
-
 class OuterNnx(nnx.Module):
     def __init__(self, inner):
         self.inner = inner
@@ -517,13 +511,6 @@ class Parts(nn.Module):
         return self.heads[1](self.heads[0](self.encoder(x)))
 
 
-class Taker(nn.Module):
-    part: nn.Module
-
-    def __call__(self, x):
-        return self.part(x)
-
-
 RULES = [
     jaxmp.Rule("encoder/Dense_1", "c=f32"),
     jaxmp.Rule("heads_1", "c=bf16,o=f32"),
@@ -551,7 +538,7 @@ def test_unbound_submodules_keep_their_policy(called):
         assert part == copies[1] and hash(part) == hash(copies[-1])
         init = jax.eval_shape(part.init, jax.random.key(0), x)
         assert init == jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), own)
-        out = Taker(part).apply({"params": {"part": own["params"]}}, x)
+        out = Outer(part).apply({"params": {"inner": own["params"]}}, x)
         np.testing.assert_array_equal(out, expected)
     assert jaxmp.load_recipe("fp32").wrap(part).apply(own, x).dtype == jnp.float32
 

@@ -20,6 +20,7 @@ from compatibility import AUTHOR, is_16_bit
 from compatibility_models import INSTALLED, tokens
 from grids import EXPENSIVE, REST, fast_cases
 from jaxmp._policies._resolve import resolve_policy
+from training_steps import nnx_step
 
 ROOT = Path(__file__).parents[1]
 MEASURED = ROOT / "benchmarks/results/compatibility_jax_0.10.2_cpu.json"
@@ -183,15 +184,8 @@ def test_an_nnx_model_trains():
     optimizer = jaxmp.nnx.Optimizer(model, tx)
     ids = tokens(2, 16)
 
-    def train(model, optimizer):
-        loss, grads = optimizer.value_and_grad(lambda model, ids: model(ids, labels=ids)["loss"])(
-            model, ids
-        )
-        optimizer.update(model, grads)
-        return loss
-
-    step = nnx.jit(train)
-    losses = [float(step(model, optimizer)) for _ in range(4)]
+    step = nnx.jit(nnx_step(lambda model, ids: model(ids, labels=ids)["loss"]))
+    losses = [float(step(model, optimizer, ids)) for _ in range(4)]
     assert losses[3] < losses[0]
     assert model.backbone.embedder.embedding[...].dtype == jnp.bfloat16
 

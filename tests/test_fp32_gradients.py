@@ -214,35 +214,19 @@ def in_shard_map(params, x, dtype):
     return jax.shard_map(run, mesh=mesh, in_specs=(P(), P("data")), out_specs=P("data"))(params, x)
 
 
+OF_LAYERS = (
+    *(dense, bias_of_one_row, in_jit, in_traced, in_remat, in_scan, outside_of_scan, in_cond),
+    in_shard_map,
+)
+OF_MATRICES = (
+    *(einsum, transposed, weight_on_the_left, wide_result, table, rows_times_weight),
+    *(rows_in_remat, positions, diagonal, parts, scaled_weight, repeated, custom_vjp, custom_jvp),
+)
 USES = {
-    fn.__name__: (fn, params)
-    for fn, params in (
-        (dense, LAYER),
-        (bias_of_one_row, LAYER),
-        (einsum, MATRIX),
-        (transposed, MATRIX),
-        (weight_on_the_left, MATRIX),
-        (wide_result, MATRIX),
-        (in_jit, LAYER),
-        (in_traced, LAYER),
-        (in_remat, LAYER),
-        (in_scan, LAYER),
-        (outside_of_scan, LAYER),
-        (in_cond, LAYER),
-        (experts_in_scan, {"w": uniform((2, WIDTH, WIDTH))}),
-        (table, MATRIX),
-        (rows_times_weight, MATRIX),
-        (rows_in_remat, MATRIX),
-        (positions, MATRIX),
-        (diagonal, MATRIX),
-        (parts, MATRIX),
-        (scaled_weight, MATRIX),
-        (repeated, MATRIX),
-        (scalar_gain, {"gain": np.float32(1.5)}),
-        (custom_vjp, MATRIX),
-        (custom_jvp, MATRIX),
-        (in_shard_map, LAYER),
-    )
+    **{fn.__name__: (fn, LAYER) for fn in OF_LAYERS},
+    **{fn.__name__: (fn, MATRIX) for fn in OF_MATRICES},
+    "experts_in_scan": (experts_in_scan, {"w": uniform((2, WIDTH, WIDTH))}),
+    "scalar_gain": (scalar_gain, {"gain": np.float32(1.5)}),
 }
 
 

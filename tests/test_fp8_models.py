@@ -25,6 +25,7 @@ from jaxmp._core import _compat
 from jaxmp._programs._jaxprs import equations
 from jaxmp.errors import CompositionError, RecipeError, RecipeWarning
 from train_lm import TRAININGS
+from training_steps import new_state, state_step
 
 E4M3, E5M2 = "float8_e4m3fn", "float8_e5m2"
 HEAD = Rule("**/lm_head", "o=f32,matmul=default", required=False)
@@ -486,18 +487,9 @@ def test_training_with_a_state():
     x = jax.random.normal(jax.random.key(1), (32, 16, 32))
     model, variables = delayed(models_linen.OfEachKind(), x)
     with jax.numpy_dtype_promotion("standard"):
-        state = jaxmp.TrainState.create(
-            apply_fn=model.apply, params=variables, tx=recipe.optimizer(optax.adamw(1e-3))
-        )
-
-        def loss_fn(variables, x):
-            return jnp.mean(model.apply(variables, x) ** 2)
-
-        @jax.jit
-        def train_step(state, x):
-            loss, grads = state.value_and_grad(loss_fn, microbatches=2)(x)
-            return state.apply_gradients(grads=grads), loss
-
+        state = new_state(variables, recipe, optax.adamw(1e-3))
+        loss_fn = lambda variables, x: jnp.mean(model.apply(variables, x) ** 2)
+        train_step = jax.jit(state_step(loss_fn, microbatches=2))
         first, loss = train_step(state, x)
         skipped, _ = train_step(first, x.at[3].set(jnp.nan))
         last, last_loss = train_step(skipped, x)

@@ -23,6 +23,7 @@ from jaxmp._flax._nnx_model import apply_policy
 from jaxmp.errors import CompositionError, RecipeWarning
 from jaxmp.nnx import Optimizer, OverwriteWithGradient, value_and_grad
 from relaxed import relaxed
+from training_steps import new_state, nnx_step, state_step
 
 DELAYED = fp8.DelayedScaling(amax_history_len=3)
 # Also the last layer of a model, because most models here are parts of one.
@@ -160,12 +161,7 @@ def test_an_optimizer_carries_it():
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         optimizer = Optimizer(model, recipe.optimizer(inner), wrt=nnx.Param)
 
-        def train(model, optimizer, x):
-            loss, grads = optimizer.value_and_grad(loss_fn, microbatches=2)(model, x)
-            optimizer.update(model, grads)
-            return loss
-
-        step = nnx.cached_partial(nnx.jit(train), model, optimizer)
+        step = nnx.cached_partial(nnx.jit(nnx_step(loss_fn, microbatches=2)), model, optimizer)
         kinds = []
         x = jnp.concatenate([of_size(1, 8, 32), of_size(4, 8, 32)])
         for batch in (x, x.at[3].set(jnp.inf), x / 2):
@@ -195,24 +191,13 @@ def test_both_frameworks_train_alike():
     variables = linen.init(jax.random.key(0), x)
     model = apply_policy(nnx.Linear(32, 16, rngs=rngs()), POLICIES)
     nnx.update(model, variables["params"])
-    tx = lambda: load_recipe(POLICIES).optimizer(optax.sgd(1.0))
-    state = jaxmp.TrainState.create(apply_fn=linen.apply, params=variables, tx=tx())
-    optimizer = Optimizer(model, tx())
-
-    @jax.jit
-    def linen_step(state):
-        loss, grads = state.value_and_grad(lambda v: jnp.mean(linen.apply(v, x) ** 2))()
-        return state.apply_gradients(grads=grads), loss
-
-    @nnx.jit
-    def nnx_step(model, optimizer):
-        loss, grads = optimizer.value_and_grad(loss_fn)(model, x)
-        optimizer.update(model, grads)
-        return loss
-
+    state = new_state(variables, POLICIES, optax.sgd(1.0))
+    optimizer = Optimizer(model, load_recipe(POLICIES).optimizer(optax.sgd(1.0)))
+    linen_step = jax.jit(state_step(lambda v, x: jnp.mean(linen.apply(v, x) ** 2)))
+    step = nnx.jit(nnx_step(loss_fn))
     for _ in range(3):
-        state, loss = linen_step(state)
-        assert float(nnx_step(model, optimizer)) == pytest.approx(float(loss), rel=1e-5)
+        state, loss = linen_step(state, x)
+        assert float(step(model, optimizer, x)) == pytest.approx(float(loss), rel=1e-5)
     ours = nnx.to_pure_dict(nnx.state(model, OverwriteWithGradient))
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), ours, dict(state.params[STATE])
@@ -307,12 +292,7 @@ def test_a_checkpoint_goes_on_bit_for_bit():
         model = linear()
         return model, Optimizer(model, load_recipe(POLICIES).optimizer(optax.sgd(0.1)))
 
-    @nnx.jit
-    def step(model, optimizer, x):
-        _, grads = optimizer.value_and_grad(loss_fn)(model, x)
-        optimizer.update(model, grads)
-
-    nodes = fresh()
+    step, nodes = nnx.jit(nnx_step(loss_fn)), fresh()
     step(*nodes, x)
     saved = [jax.tree.map(np.array, nnx.to_pure_dict(nnx.state(node))) for node in nodes]
     step(*nodes, 2 * x)
@@ -411,11 +391,7 @@ def test_an_optimizer_updates_the_states_of_scanned_layers():
     model, x = policies.wrap(Stack()), of_size(4, 8, 32)
     optimizer = Optimizer(model, policies.optimizer(optax.sgd(1e-3)))
 
-    @nnx.jit
-    def step(model, optimizer, x):
-        _, grads = optimizer.value_and_grad(lambda model, x: jnp.sum(model(x)))(model, x)
-        optimizer.update(model, grads)
-
+    step = nnx.jit(nnx_step(lambda model, x: jnp.sum(model(x))))
     history = lambda: states(model)["blocks/dense"]["fp8_input_amax_history"]
     step(model, optimizer, x)
     first = np.asarray(history())

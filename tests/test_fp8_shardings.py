@@ -19,6 +19,7 @@ from jaxmp._core._compat import described_gpus
 from jaxmp._core._targets import get_target
 from jaxmp._programs._jaxprs import equations
 from jaxmp._tools.audit._compile import describe
+from training_steps import new_state
 
 MESH = jax.make_mesh((2, 2), ("data", "model"), axis_types=(AxisType.Explicit,) * 2)
 LINEAR = (((2,), (0,)), ((), ()))
@@ -282,8 +283,7 @@ def test_programs_for_eight_gpus_multiply_in_fp8_and_sum_in_fp32(name):
         params = recipe.wrap(nn.Dense(width, use_bias=False)).init(
             jax.random.key(0), jnp.zeros((1, width))
         )
-        tx = recipe.optimizer(optax.sgd(0.1))
-        return jaxmp.TrainState.create(apply_fn=model.apply, params=params, tx=tx)
+        return new_state(params, recipe, apply_fn=model.apply)
 
     def loss_fn(variables, x):
         kernel = jax.reshard(variables["params"]["kernel"], P(None, None))

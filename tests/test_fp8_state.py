@@ -22,6 +22,7 @@ from jaxmp.errors import CompositionError
 from jaxmp.fp8 import _overwritten
 from jaxmp.fp8._operands import partial_maxima
 from relaxed import relaxed
+from training_steps import new_state, state_step
 
 LINEAR = (((1,), (0,)), ((), ()))
 OPERANDS = ("input", "kernel", "output_grad")
@@ -129,8 +130,7 @@ def traced_step(recipe, layers):
         state_of = {str(n): fp8.init_state(recipe) for n in range(layers)}
     params = {str(n): of_size(0.5, 16, 16) for n in range(layers)}
     variables = {"params": params, "_overwrite_with_gradient": state_of}
-    tx = jaxmp.load_recipe("bf16").optimizer(optax.sgd(0.1))
-    state = jaxmp.TrainState.create(apply_fn=None, params=variables, tx=tx)
+    state = new_state(variables, "bf16")
 
     def loss(variables, x):
         for name, w in variables["params"].items():
@@ -138,11 +138,7 @@ def traced_step(recipe, layers):
             x = product(x, w, LINEAR, state=state)
         return jnp.sum(x)
 
-    def step(state, x):
-        _, grads = state.value_and_grad(loss)(x)
-        return state.apply_gradients(grads=grads)
-
-    return jax.make_jaxpr(step)(state, of_size(1, 24, 16))
+    return jax.make_jaxpr(state_step(loss))(state, of_size(1, 24, 16))
 
 
 def counted_step(recipe, layers):
@@ -473,16 +469,12 @@ def test_a_train_state_carries_it():
     """The state is not scaled, clipped or decayed, and restored on a skipped step."""
     inner = optax.chain(optax.clip_by_global_norm(1e-3), relaxed(optax.adamw(1e-3, weight_decay=1)))
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        state = jaxmp.TrainState.create(
-            apply_fn=None,
-            params={
-                "params": {"w": of_size(1, 16, 8)},
-                "_overwrite_with_gradient": {"layer": fp8.init_state(RECIPE)},
-            },
-            tx=jaxmp.load_recipe("fp16")
-            .replace(loss_scale=jaxmp.DynamicLossScale(init_scale=16.0))
-            .optimizer(inner),
-        )
+        variables = {
+            "params": {"w": of_size(1, 16, 8)},
+            "_overwrite_with_gradient": {"layer": fp8.init_state(RECIPE)},
+        }
+        scale = jaxmp.DynamicLossScale(init_scale=16.0)
+        state = new_state(variables, "fp16", inner, loss_scale=scale)
 
         def loss_fn(variables, x):
             owned = variables["_overwrite_with_gradient"]["layer"]
@@ -490,11 +482,7 @@ def test_a_train_state_carries_it():
             y = fp8.dot_general(RECIPE)(x.astype(jnp.float16), w, LINEAR, state=owned)
             return jnp.mean(y.astype(jnp.float32) ** 2)
 
-        @jax.jit
-        def train_step(state, x):
-            loss, grads = state.value_and_grad(loss_fn)(x)
-            return state.apply_gradients(grads=grads), loss
-
+        train_step = jax.jit(state_step(loss_fn))
         after, _ = train_step(state, of_size(4, 8, 16))
         skipped, loss = train_step(after, of_size(jnp.inf, 8, 16))
         again, _ = train_step(skipped, of_size(2, 8, 16))

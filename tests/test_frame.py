@@ -11,7 +11,6 @@ import runpy
 import shutil
 import statistics
 import subprocess
-import sys
 import tomllib
 import typing
 import zipfile
@@ -22,7 +21,7 @@ import pytest
 
 import jaxmp
 from conftest import VERSION_SENSITIVE
-from processes import run_python
+from processes import run_python, run_script
 
 ROOT = Path(__file__).parents[1]
 HEAVY = {"flax", "orbax", "matplotlib", "rich", "typer"}
@@ -321,17 +320,8 @@ def project() -> dict:
 @pytest.fixture(scope="session")
 def wheel(tmp_path_factory) -> Path:
     out = tmp_path_factory.mktemp("wheel")
-    build = [
-        sys.executable,
-        "-m",
-        "hatchling",
-        "build",
-        "--target",
-        "wheel",
-        "--directory",
-        str(out),
-    ]
-    done = subprocess.run(build, cwd=ROOT, capture_output=True, text=True)
+    build = ("-m", "hatchling", "build", "--target", "wheel", "--directory", out)
+    done = run_script(*build, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     (path,) = out.glob("*.whl")
     return path
@@ -580,10 +570,7 @@ def test_ci_says_so_where_the_gpu_compiler_cannot_be_installed(tmp_path):
 # ---------------------------------------------------------------------------
 
 
-NAMESPACES = (
-    *("checkpoint", "errors", "fp8", "functional", "losses", "nnx", "optim"),
-    "typing",
-)
+NAMESPACES = ("checkpoint", "errors", "fp8", "functional", "losses", "nnx", "optim", "typing")
 
 
 def public_callables() -> dict[str, object]:

@@ -21,6 +21,7 @@ from jaxmp._gradients._fp32._layout import WeightLayout, _reshaped, batch_axes
 from jaxmp._programs._jaxprs import equations
 from jaxmp.errors import JaxmpError
 from models_nnx import pure_gradients
+from training_steps import new_state
 
 ROWS, WIDTH = 64, 16
 
@@ -280,9 +281,8 @@ def linen_gradients(recipe, source):
     params = plain.init(jax.random.key(0), TOKENS)["params"]
     where = split_kernels(params)
     model = recipe.wrap(plain, shardings=None if source == "metadata" else where)
-    tx = recipe.optimizer(optax.sgd(0.1))
     params = recipe.wrap(plain).init(jax.random.key(0), TOKENS)
-    state = jaxmp.TrainState.create(apply_fn=model.apply, params=params, tx=tx)
+    state = new_state(params, recipe, apply_fn=model.apply)
     loss_fn = lambda params, tokens: model.apply(params, tokens).astype(jnp.float32).mean()
     return lambda state, tokens: state.value_and_grad(loss_fn)(tokens)[1], state
 
@@ -367,9 +367,7 @@ def test_shardings_on_another_mesh_are_refused(framework):
     if framework == "linen":
         model = recipe.wrap(nn.Dense(4), shardings=where)
         params = {"kernel": jnp.ones((4, 4)), "bias": jnp.ones(4)}
-        state = jaxmp.TrainState.create(
-            apply_fn=model.apply, params={"params": params}, tx=recipe.optimizer(optax.sgd(0.1))
-        )
+        state = new_state({"params": params}, recipe, apply_fn=model.apply)
         step = lambda state, x: state.value_and_grad(lambda p, x: model.apply(p, x).sum())(x)
     else:
         model = recipe.wrap(nnx.Linear(4, 4, rngs=nnx.Rngs(0)), shardings=where)

@@ -14,6 +14,7 @@ import pytest
 from flax import nnx
 
 import jaxmp
+from training_steps import new_state
 
 X = jnp.ones((4, 8))
 NO_SCALE = "gradient of a float16 model is computed without a loss scale"
@@ -141,8 +142,7 @@ def test_a_recipe_that_computes_all_matmuls_in_float32_is_applied():
         lambda params: jnp.mean(model.apply(params, X) ** 2),
         jaxmp.autocast(lambda params: jnp.linalg.cholesky(gram(params)).sum(), "bf16"),
     ):
-        tx = jaxmp.load_recipe("bf16").optimizer(optax.sgd(0.1))
-        state = jaxmp.TrainState.create(apply_fn=None, params=params, tx=tx)
+        state = new_state(params, "bf16")
         assert hints_of(jax.jit(state.value_and_grad(loss_fn))) == []
 
 
@@ -152,8 +152,7 @@ def test_matmuls_in_float64_are_said(dtype):
         recipe, x = jaxmp.load_recipe("bf16"), jnp.ones((4, 8), dtype)
         model = recipe.wrap(nn.Dense(8))
         params = model.init(jax.random.key(0), x)
-        tx = recipe.optimizer(optax.sgd(0.1))
-        state = jaxmp.TrainState.create(apply_fn=model.apply, params=params, tx=tx)
+        state = new_state(params, recipe, apply_fn=model.apply)
         gradient = state.value_and_grad(lambda params: jnp.mean(model.apply(params, x) ** 2))
         hints = hints_of(gradient)
     assert ["x = x.astype(jnp.float32)" in hint for hint in hints] == [True] * (dtype == "float64")
@@ -162,8 +161,7 @@ def test_matmuls_in_float64_are_said(dtype):
 def test_a_model_of_the_author_in_float16_does_not_warn():
     model = nn.Dense(8, dtype=jnp.float16)
     params = model.init(jax.random.key(0), X)
-    tx = jaxmp.load_recipe("fp16").optimizer(optax.sgd(0.1))
-    state = jaxmp.TrainState.create(apply_fn=model.apply, params=params, tx=tx)
+    state = new_state(params, "fp16", apply_fn=model.apply)
     with jax.numpy_dtype_promotion("standard"):
         _, grads = state.value_and_grad(
             lambda params: jnp.mean(model.apply(params, X).astype(jnp.float32))
@@ -257,11 +255,6 @@ def test_the_state_of_a_hint_causes_no_retrace():
 PARAMS = {"w": jnp.ones(2)}
 
 
-def make_state():
-    tx = jaxmp.load_recipe("fp32").optimizer(optax.sgd(0.1))
-    return jaxmp.TrainState.create(apply_fn=None, params=PARAMS, tx=tx)
-
-
 STATEMENTS = {
     "recipe.wrap(nn.Dense(2))": "model = recipe.wrap(model)",
     "recipe.wrap(nnx.Linear(2, 2, rngs=nnx.Rngs(0)))": "model = recipe.wrap(model)",
@@ -275,7 +268,8 @@ STATEMENTS = {
 
 @pytest.mark.parametrize("statement", STATEMENTS)
 def test_a_dropped_result_is_said_with_the_line(statement):
-    names = globals() | {"recipe": jaxmp.load_recipe("bf16"), "state": make_state()}
+    state = new_state(PARAMS, "fp32")
+    names = globals() | {"recipe": jaxmp.load_recipe("bf16"), "state": state}
     (hint,) = hints_of(lambda: exec(compile(statement, __file__, "exec"), names))
     assert hint.endswith(f"{DROPPED}{STATEMENTS[statement]}.")
     kept = (f"kept = {statement}", f"kept = [{statement}]", f"print({statement}, file=None)")

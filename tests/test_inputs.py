@@ -109,18 +109,13 @@ def test_the_default_policy_keeps_inputs_of_every_module(policies):
 
 
 def test_kept_arguments_of_nnx_modules():
-    class Net(nnx.Module):
-        def __init__(self, rngs):
-            self.layer = nnx.Linear(4, 3, rngs=rngs)
-
+    class Net(NNXNet):
         def __call__(self, x, t):
             dtypes.append((str(x.dtype), str(t.dtype)))
             return self.layer(x)
 
-    dtypes = []
-    model = jaxmp.load_recipe(PolicyMap(MIXED, [Rule("", keep_inputs=["t"])])).wrap(
-        Net(nnx.Rngs(0))
-    )
+    dtypes, policies = [], PolicyMap(MIXED, [Rule("", keep_inputs=["t"])])
+    model = jaxmp.load_recipe(policies).wrap(Net(nnx.Rngs(0)))
     model(X, T)
     model(X, t=T)
     nnx.jit(lambda model, x, t: model(x, t))(model, X, T)
@@ -174,23 +169,15 @@ def test_bad_values_are_refused(value, reason, write):
 @pytest.mark.parametrize(
     "rule, words",
     [
-        (
-            Rule("", keep_inputs=["tt"]),
-            "keep_inputs contains 'tt'.*nearest: t.",
-        ),
+        (Rule("", keep_inputs=["tt"]), r"keep_inputs contains 'tt'.*nearest: t\."),
         (Rule("layer", keep_inputs=["t"]), "keep_inputs contains 't'.*inputs"),
     ],
 )
 def test_an_argument_that_no_module_has_is_refused(rule, words):
-    pattern = ".*".join(map(escaped, words.split(".*")))
-    with pytest.raises(RuleError, match=pattern):
+    with pytest.raises(RuleError, match=words):
         jaxmp.load_recipe(PolicyMap(MIXED, [rule])).wrap(NNXNet(nnx.Rngs(0)))
     lenient = dataclasses.replace(rule, required=False)
     _ = jaxmp.load_recipe(PolicyMap(MIXED, [lenient])).wrap(NNXNet(nnx.Rngs(0)))
-
-
-def escaped(text):
-    return "".join("\\" + char if char in "()[].+*" else char for char in text)
 
 
 def test_explain_shows_the_arguments_that_a_module_has():

@@ -13,6 +13,7 @@ from flax import nnx
 import jaxmp
 from grids import EXPENSIVE
 from relaxed import relaxed
+from training_steps import new_state, nnx_step, state_step
 
 check_leaks = pytest.mark.usefixtures("check_leaks")
 
@@ -41,16 +42,10 @@ def test_a_linen_step_with_microbatches(recipe):
     model = recipe.wrap(Net())
     x = jnp.ones((4, 3))
     params = model.init(jax.random.key(0), x)["params"]
-    tx = recipe.optimizer(relaxed(optax.adamw(1e-2)))
-    state = jaxmp.TrainState.create(apply_fn=model.apply, params=params, tx=tx)
+    state = new_state(params, recipe, relaxed(optax.adamw(1e-2)))
 
-    @jax.jit
-    def step(state, x):
-        loss_fn = lambda p, x: jnp.mean(state.apply_fn({"params": p}, x) ** 2)
-        loss, grads = state.value_and_grad(loss_fn, microbatches=2)(x)
-        return state.apply_gradients(grads=grads), loss
-
-    _, loss = step(state, x)
+    loss_fn = lambda p, x: jnp.mean(model.apply({"params": p}, x) ** 2)
+    _, loss = jax.jit(state_step(loss_fn, microbatches=2))(state, x)
     assert bool(jnp.isfinite(loss))
 
 
@@ -59,12 +54,7 @@ def test_an_nnx_step():
     model = nnx.Linear(3, 1, rngs=nnx.Rngs(0))
     optimizer = jaxmp.nnx.Optimizer(model, jaxmp.load_recipe("fp32").optimizer(optax.sgd(0.1)))
 
-    @nnx.jit
-    def step(model, optimizer, x):
-        loss, grads = optimizer.value_and_grad(lambda m, x: jnp.mean(m(x) ** 2))(model, x)
-        optimizer.update(model, grads)
-        return loss
-
+    step = nnx.jit(nnx_step(lambda model, x: jnp.mean(model(x) ** 2)))
     assert bool(jnp.isfinite(step(model, optimizer, jnp.ones((4, 3)))))
 
 

@@ -2,6 +2,7 @@
 
 import functools
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import flax.linen as nn
@@ -18,7 +19,7 @@ from jaxmp._policies._load import PolicyMap
 from jaxmp._policies._rules import Rule
 from jaxmp.errors import CompositionError, RecipeWarning
 from models import MIXED
-from models_linen import MLP, Block
+from models_linen import MLP, Block, Outer
 from programs import dtypes, module_path, named, products, trace
 
 KEY = jax.random.key(0)
@@ -95,13 +96,14 @@ def test_a_rule_by_path_reaches_one_of_several_equal_jitted_modules(path):
     }
 
 
+def scan_class(body):
+    return nn.scan(body, variable_axes={"params": 0}, split_rngs={"params": True}, length=3)
+
+
 class ScannedSiblings(nn.Module):
     @nn.compact
     def __call__(self, x):
-        body = nn.scan(
-            CarryNested, variable_axes={"params": 0}, split_rngs={"params": True}, length=2
-        )
-        return body(name="body")(x, None)[0]
+        return scan_class(CarryNested)(name="body")(x, None)[0]
 
 
 class CarryNested(nn.Module):
@@ -134,12 +136,6 @@ def test_jitted_method():
 # ---------------------------------------------------------------------------
 
 
-def scan_class(body, **kwargs):
-    return nn.scan(
-        body, variable_axes={"params": 0}, split_rngs={"params": True}, length=3, **kwargs
-    )
-
-
 class FloatCarry(nn.Module):
     """Model whose embedding computes in FP32 by a rule, and whose blocks do not."""
 
@@ -159,12 +155,12 @@ def test_scan_of_a_class_whose_carry_comes_in_fp32(body):
 
 
 def test_remat_of_scan():
-    class Outer(nn.Module):
+    class Rematted(nn.Module):
         @nn.compact
         def __call__(self, x):
             return nn.remat(scan_class(Block))(name="blocks")(x, None)[0]
 
-    assert set(operands(apply_policy(Outer(), MIXED), floats(2, 4, 8))) == {("bfloat16",) * 2}
+    assert set(operands(apply_policy(Rematted(), MIXED), floats(2, 4, 8))) == {("bfloat16",) * 2}
 
 
 class Accumulates(nn.Module):
@@ -178,13 +174,13 @@ class Accumulates(nn.Module):
 
 
 def test_a_tree_of_carries_keeps_each_leafs_dtype():
-    class Outer(nn.Module):
+    class Totals(nn.Module):
         @nn.compact
         def __call__(self, x):
             (x, total), xs = scan_class(Accumulates)()((x, jnp.zeros((), jnp.float32)), None)
             return x, total, xs
 
-    model = apply_policy(Outer(), "p=f32,c=bf16,o=bf16")
+    model = apply_policy(Totals(), "p=f32,c=bf16,o=bf16")
     variables = model.init(KEY, floats(2, 4))
     (scan,) = named(trace(model.apply, variables, floats(2, 4)), "scan")
     assert [(v.aval.shape, v.aval.dtype.name) for v in scan.outvars] == [
@@ -398,15 +394,8 @@ class Named(Mixed):
     __call__ = Mixin.__call__  # as the warning says
 
 
-class Holder(nn.Module):
-    inner: nn.Module
-
-    def __call__(self, x):
-        return self.inner(x)
-
-
 def test_a_forward_pass_that_no_module_defines_is_said():
-    x, models = floats(2, 4), [apply_policy(Holder(cls()), MIXED) for cls in (Mixed, Named)]
+    x, models = floats(2, 4), [apply_policy(Outer(cls()), MIXED) for cls in (Mixed, Named)]
     with pytest.warns(RecipeWarning, match="__call__ = Mixin.__call__"):
         models[0].apply(models[0].init(KEY, x), x)
     models[1].apply(models[1].init(KEY, x), x)
@@ -449,11 +438,8 @@ def test_two_policies_in_two_threads_do_not_meet():
             barrier.wait()
             found[name].add(models[name].apply(variables, x).dtype.name)
 
-    threads = [threading.Thread(target=work, args=(name,)) for name in names]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(work, names))
     assert found == {"bfloat16": {"bfloat16"}, "float16": {"float16"}}
     assert model.apply(variables, x).dtype == jnp.float32
 

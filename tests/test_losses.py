@@ -3,8 +3,6 @@
 import functools
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import hypothesis
@@ -19,7 +17,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 import jaxmp
 import loss_errors
 import loss_memory
-from arrays import f64, half_ulp
+from arrays import f64, floats, half_ulp
 from gpu_compiler import needs_compiler
 from grids import EXPENSIVE, fast_cases
 from jaxmp import losses
@@ -62,6 +60,9 @@ def oracle(logits, labels, label_smoothing=0.0, z_loss=0.0):
 def residuals(fn, *args):
     """Returns the residuals that the forward pass of `fn` saves."""
     return jax.tree.leaves(jax.vjp(fn, *args)[1])
+
+
+close = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6)
 
 
 def norm_error(found, exact):
@@ -168,9 +169,8 @@ def test_probabilities_of_logits_next_to_the_largest_float16(dtype):
 )
 def test_masked_classes_never_make_nan_in_a_gradient(soft, options):
     inf = jnp.inf
-    logits = jnp.array(
-        [[1.0, -inf, 2.0], [-inf, 1.0, 2.0], [-inf, -inf, -inf]], jnp.float16
-    )  # a normal row, a masked label, only masked classes
+    # A normal row, a masked label, only masked classes.
+    logits = jnp.array([[1.0, -inf, 2.0], [-inf, 1.0, 2.0], [-inf, -inf, -inf]], jnp.float16)
     labels = jnp.array([0, 0, 0])
     if soft:
         labels = jax.nn.one_hot(labels, 3, dtype=jnp.float16)
@@ -299,15 +299,10 @@ def test_microbatches_of_unequal_weight_mean_what_the_batch_means(loss_fn):
     weights = jnp.array([1.0, 1.0, 1.0, 0.0, 0.0, 0.0, 0.0, 2.0])
 
     def pair(kernel, batch):
-        return loss_fn(
-            batch["hidden"],
-            kernel,
-            batch["labels"],
-            weights=batch["weights"],
-            reduction="sum_and_weight",
-        )
+        hidden, labels, weights = batch
+        return loss_fn(hidden, kernel, labels, weights=weights, reduction="sum_and_weight")
 
-    batch = {"hidden": hidden, "labels": labels, "weights": weights}
+    batch = hidden, labels, weights
     parts = jaxmp.value_and_grad(pair, weighted=True, microbatches=4)
     loss, slope = jax.jit(parts)(kernel, batch)
     run = jax.jit(jax.value_and_grad(functools.partial(loss_fn, weights=weights), 1))
@@ -366,7 +361,6 @@ def test_transformations(loss_fn):
     hidden, kernel, labels = layer(rows=6)
     run = jax.value_and_grad(loss_fn, (0, 1))
     plain = jax.jit(run)(hidden, kernel, labels)
-    close = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6)
     again = jax.jit(jax.value_and_grad(jax.checkpoint(loss_fn), (0, 1)))(hidden, kernel, labels)
     jax.tree.map(close, again, plain)
 
@@ -386,11 +380,7 @@ def test_symbolic_rows(loss_fn):
     (rows,) = jax.export.symbolic_shape("rows")
     symbolic = lambda x: jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype)
     exported = jax.export.export(run)(symbolic(hidden), kernel, symbolic(labels))
-    jax.tree.map(
-        functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6),
-        exported.call(hidden, kernel, labels),
-        run(hidden, kernel, labels),
-    )
+    jax.tree.map(close, exported.call(hidden, kernel, labels), run(hidden, kernel, labels))
 
 
 def test_several_labels_of_the_same_states_in_16_bits_without_jit():
@@ -426,14 +416,10 @@ def test_forward_over_reverse_is_the_second_derivative():
 
 
 def test_in_autocast():
-    logits = jnp.asarray(np.random.default_rng(0).normal(size=(3, 9)), jnp.bfloat16)
-    labels = jnp.array([0, 4, 8])
+    logits, labels = floats(3, 9).astype(jnp.bfloat16), jnp.array([0, 4, 8])
     cast = jax.jit(jaxmp.autocast(losses.softmax_cross_entropy, "bf16"))
-    np.testing.assert_allclose(
-        cast(logits.astype(jnp.float32), labels),
-        softmax(logits, labels),
-        rtol=1e-6,
-    )
+    found = cast(logits.astype(jnp.float32), labels)
+    np.testing.assert_allclose(found, softmax(logits, labels), rtol=1e-6)
 
 
 @pytest.mark.slow
@@ -520,11 +506,8 @@ def test_a_half_layer_is_as_near_to_fp64_as_the_plain_one(dtype, reduction):
         logits = (hidden @ kernel).astype(jnp.float32)
         return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
 
-    def chunked(hidden, kernel):
-        return losses.linear_cross_entropy(
-            hidden, kernel, labels, chunk=40, reduction=reduction
-        ).mean()
-
+    options = {"chunk": 40, "reduction": reduction}
+    chunked = lambda *args: losses.linear_cross_entropy(*args, labels, **options).mean()
     run = lambda fn: jax.jit(jax.value_and_grad(fn, (0, 1)))(hidden, kernel)
     (ours, our_slopes), (theirs, their_slopes) = run(chunked), run(plain)
     assert abs(ours - exact[0]) <= abs(theirs - exact[0]) + 1e-5
@@ -558,9 +541,8 @@ def test_float16_keeps_gradients_that_a_plain_layer_loses(reduction, heavy):
         return (each * weights).sum() / weights.sum()
 
     def ours(kernel):
-        found = losses.linear_cross_entropy(
-            hidden, kernel, labels, weights=weights, reduction=reduction
-        )
+        options = {"weights": weights, "reduction": reduction}
+        found = losses.linear_cross_entropy(hidden, kernel, labels, **options)
         return found.sum() / weights.sum() if reduction == "none" else found
 
     # Classes that are not labels: their gradients consist of small probabilities only.
@@ -656,13 +638,9 @@ def test_one_pass_over_the_logits_has_the_sums_of_two(target, classes):
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("options", [{}, {"label_smoothing": 0.1}, {"reduction": "none"}], ids=str)
 def test_padded_classes_have_no_part_in_the_loss(target, transposed, options):
-    rng = np.random.default_rng(0)
-    hidden = jnp.asarray(rng.normal(size=(12, 8)), jnp.bfloat16)
-    kernel, bias = (
-        jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in ((8, 256), (256,))
-    )
-    kernel = kernel.at[:, 250:].mul(100)  # their logits would be the largest
-    labels = jnp.asarray(rng.integers(0, 250, 12), jnp.int32)
+    hidden, bias = floats(12, 8).astype(jnp.bfloat16), floats(256, seed=1)
+    kernel = floats(8, 256, seed=2).at[:, 250:].mul(100)  # their logits would be the largest
+    labels = jnp.arange(12) * 20
 
     def loss_fn(hidden, kernel, bias, **more):
         kernel = kernel.T if transposed else kernel
@@ -778,45 +756,30 @@ def test_saved_for_the_backward_pass_are_half_logits_and_a_few_numbers_a_row():
 SIZES = {"tokens": 2**19, "features": 128, "classes": 8192}
 
 
-def shares(target):
-    rows = loss_memory.measure(target, **SIZES)
-    return {(row["dtype"], row["way"]): row["of_plain"] for row in rows}
-
-
+# On an H200, one array of the size of the logits for two in FP32, and a third of the bytes in
+# bfloat16; beside them the workspace of the matmuls, which at these sizes is another 6 to 8 %.
+# A CPU multiplies in FP32, so its bfloat16 layer stores FP32 logits independently of the loss.
+@pytest.mark.parametrize(
+    ("chip", "in_fp32", "in_bf16"),
+    [("cpu", 0.8, 0.8), pytest.param("h200", 0.6, 0.45, marks=needs_compiler)],
+)
 @EXPENSIVE
-def test_memory_on_a_cpu():
-    found = shares("cpu")
-    for dtype in ("float32", "bfloat16"):
+def test_memory(chip, in_fp32, in_bf16):
+    rows = loss_memory.measure(chip, **SIZES)
+    found = {(row["dtype"], row["way"]): row["of_plain"] for row in rows}
+    for dtype, most in (("float32", in_fp32), ("bfloat16", in_bf16)):
         assert found[dtype, "linear_cross_entropy"] <= 0.25
-        # A CPU multiplies in FP32, so its bfloat16 layer stores FP32 logits independently of the
-        # loss.
-        assert found[dtype, "softmax_cross_entropy"] <= 0.8
-
-
-@needs_compiler
-@EXPENSIVE
-def test_memory_on_an_h200():
-    found = shares("h200")
-    for dtype in ("float32", "bfloat16"):
-        assert found[dtype, "linear_cross_entropy"] <= 0.25
-    # One array of logits' size for two in FP32, and a third of the bytes in bfloat16; beside them
-    # the products' own workspace, which at these sizes is another 6 to 8 %.
-    assert found["float32", "softmax_cross_entropy"] <= 0.6
-    assert found["bfloat16", "softmax_cross_entropy"] <= 0.45
+        assert found[dtype, "softmax_cross_entropy"] <= most
 
 
 @needs_compiler
 @EXPENSIVE
 def test_no_fp32_logits_on_an_h200():
-    for way in (loss_memory.from_logits, functools.partial(loss_memory.from_hidden, chunk=256)):
-        program = loss_memory.compiled(
-            way, jnp.bfloat16, "h200", tokens=1024, features=64, classes=5000
-        )
-        assert wide_steps(program, 1024 * 5000) == []
-    plain = loss_memory.compiled(
-        loss_memory.plain, jnp.bfloat16, "h200", tokens=1024, features=64, classes=5000
-    )
-    assert wide_steps(plain, 1024 * 5000)
+    in_chunks = functools.partial(loss_memory.from_hidden, chunk=256)
+    sizes = {"tokens": 1024, "features": 64, "classes": 5000}
+    for way in (loss_memory.from_logits, in_chunks, loss_memory.plain):
+        program = loss_memory.compiled(way, jnp.bfloat16, "h200", **sizes)
+        assert bool(wide_steps(program, 1024 * 5000)) == (way is loss_memory.plain)
 
 
 @pytest.mark.slow
@@ -932,25 +895,19 @@ def test_in_shard_map_a_replicated_kernel_is_summed_once(loss_fn):
         axes = ("data", "model")
         return jax.lax.psum(total, axes) / (weight * 4)
 
-    whole = jax.shard_map(
-        local,
-        mesh=make_mesh(),
-        in_specs=(rows, PartitionSpec(), rows),
-        out_specs=PartitionSpec(),
-    )
+    specs = {"in_specs": (rows, PartitionSpec(), rows), "out_specs": PartitionSpec()}
+    whole = jax.shard_map(local, mesh=make_mesh(), **specs)
     program = jax.jit(jax.value_and_grad(whole, (0, 1))).lower(hidden, kernel, labels).compile()
     loss, slopes = program(hidden, kernel, labels)
     loss_1, slopes_1 = jax.value_and_grad(loss_fn, (0, 1))(hidden, kernel, labels)
     np.testing.assert_allclose(loss, loss_1, rtol=1e-6)
-    jax.tree.map(
-        functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6), slopes, slopes_1
-    )
+    jax.tree.map(close, slopes, slopes_1)
     assert [times for _, size, times in collectives(program) if size >= kernel.size] == [1]
 
 
 @needs_compiler
 @EXPENSIVE
-def test_data_parallel_on_h200s_adds_the_kernel_gradient_once_and_in_fp32():
+def test_data_parallel_on_h200s_adds_the_kernel_gradient_once_and_in_fp32(monkeypatch):
     code = """
 import json, jax, jax.numpy as jnp, numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -972,19 +929,9 @@ found = [(s.instruction.opcode, [str(x.dtype) for x in s.instruction.shapes],
          and not s.instruction.opcode.endswith("-done")]
 print(json.dumps(found))
 """
-    result = subprocess.run(
-        [sys.executable, "-c", code],
-        env={
-            "PYTHONPATH": str(ROOT),
-            "PATH": "/usr/bin:/bin",
-            "JAX_PLATFORMS": "cpu",
-            "XLA_FLAGS": "--xla_gpu_autotune_level=0",
-        },
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    found = json.loads(result.stdout.splitlines()[-1])
+    monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_autotune_level=0")
+    monkeypatch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", "0")
+    found = json.loads(run_python(code).splitlines()[-1])
     (large,) = (one for one in found if one[2] >= 64 * 4096)
     assert set(large[1]) == {"float32"} and large[3] == 1, found
     assert all(size <= 64 * 4096 + 1 for *_, size, _ in found), found

@@ -22,6 +22,7 @@ from jaxmp.errors import CheckpointError, CompositionError, RecipeError, RecipeW
 from jaxmp.optim import _moments, moment_dtype
 from jaxmp.optim._apply import apply_update
 from moment_optimizers import PARAMS, X, loss_fn, train
+from training_steps import nnx_step
 
 pytestmark = pytest.mark.usefixtures("standard_promotion", "rank_promotion")
 
@@ -359,12 +360,7 @@ def test_nnx_optimizers_store_16_bit_moments():
     model = recipe.wrap(nnx.Linear(16, 16, rngs=nnx.Rngs(0)))
     optimizer = jaxmp.nnx.Optimizer(model, recipe.optimizer(optax.adamw(1e-2)))
 
-    @nnx.jit
-    def step(model, optimizer):
-        loss, grads = optimizer.value_and_grad(lambda m: jnp.mean((m(X) - 1) ** 2))(model)
-        optimizer.update(model, grads)
-        return loss
-
+    step = nnx.jit(nnx_step(lambda model: jnp.mean((model(X) - 1) ** 2)))
     losses = [float(step(model, optimizer)) for _ in range(20)]
     assert losses[-1] < 0.9 * losses[0]
     dtypes = [leaf.dtype for leaf in jax.tree.leaves(nnx.state(optimizer))]

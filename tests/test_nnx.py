@@ -10,6 +10,7 @@ from flax import nnx
 import jaxmp
 from grids import EXPENSIVE, fast_cases
 from relaxed import relaxed
+from training_steps import nnx_step
 
 
 class Net(nnx.Module):
@@ -43,14 +44,7 @@ def loss_fn(model, x, y):
 
 
 def make_step(microbatches):
-    @nnx.jit
-    def step(model, optimizer, x, y):
-        run = optimizer.value_and_grad(loss_fn, microbatches=microbatches, batch_argnums=(1, 2))
-        loss, grads = run(model, x, y)
-        optimizer.update(model, grads)
-        return loss
-
-    return step
+    return nnx.jit(nnx_step(loss_fn, microbatches=microbatches, batch_argnums=(1, 2)))
 
 
 def as_bytes(tree):

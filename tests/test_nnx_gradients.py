@@ -12,6 +12,7 @@ from flax import nnx
 
 import jaxmp
 from grids import EXPENSIVE
+from training_steps import nnx_step
 
 X = jnp.asarray(np.random.default_rng(0).normal(size=(8, 4)), jnp.float32)
 Y = jnp.asarray(np.sin(np.asarray(X).sum(-1)))
@@ -97,14 +98,8 @@ def test_a_model_metrics_and_rngs_train_through_the_optimizer():
     model = recipe.wrap(model)
     optimizer = jaxmp.nnx.Optimizer(model, recipe.optimizer(optax.sgd(0.1)))
 
-    @nnx.jit
-    def step(model, optimizer, rngs, encoder, more):
-        run = optimizer.value_and_grad(loss_fn, microbatches=2, batch_argnums=(1, 2))
-        loss, grads = run(model, X, Y, rngs, encoder, more)
-        optimizer.update(model, grads)
-        return loss
-
-    losses = [float(step(model, optimizer, rngs, encoder, more)) for _ in range(30)]
+    step = nnx.jit(nnx_step(loss_fn, microbatches=2, batch_argnums=(1, 2)))
+    losses = [float(step(model, optimizer, X, Y, rngs, encoder, more)) for _ in range(30)]
     assert losses[-1] < losses[0]
     # Each microbatch receives the state of the previous one.
     assert int(encoder.count) == 60 and int(rngs.default.count[...]) == 60

@@ -4,6 +4,7 @@ import copy
 import dataclasses
 import pickle
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import flax.linen as nn
@@ -22,6 +23,7 @@ from jaxmp._policies._policy import Policy
 from jaxmp._policies._rules import Rule
 from jaxmp.errors import CompositionError, PolicyError, RuleError
 from programs import dtypes, module_path, named, products, relative_error, trace
+from training_steps import nnx_step
 
 MIXED = "p=f32,c=bf16,o=f32"
 BF16, F16, F32 = (("bfloat16",) * 2, ("float16",) * 2, ("float32",) * 2)
@@ -84,6 +86,16 @@ class Net(nnx.Module):
         return self.head(x)
 
 
+class Product(nnx.Module):
+    """Model that consists of a parameter."""
+
+    def __init__(self, rngs):
+        self.w = nnx.Param(jnp.ones((3, 3)))
+
+    def __call__(self, x):
+        return x @ self.w
+
+
 # ---------------------------------------------------------------------------
 # The original
 # ---------------------------------------------------------------------------
@@ -119,6 +131,8 @@ def test_variables_are_shared_and_modules_are_not():
     assert isinstance(wrapped, Net) and isinstance(wrapped.head, nnx.Linear)
     for name in ("__name__", "__qualname__", "__module__", "__doc__"):
         assert getattr(type(wrapped), name) == getattr(Net, name)
+    printed = repr(wrapped)
+    assert printed.startswith("Net(") and "bfloat16" in printed and "jaxmp" not in printed
 
 
 def test_training_the_one_trains_the_other():
@@ -139,11 +153,6 @@ def test_training_the_one_trains_the_other():
     assert {str(leaf.dtype) for leaf in jax.tree.leaves(grads)} == {"float32"}
     assert float(loss_fn(model)) < float(before)
     np.testing.assert_allclose(loss_fn(model), loss_fn(wrapped), rtol=0.05)
-
-
-def test_what_it_prints_is_the_users():
-    printed = repr(apply_policy(Net(rngs()), MIXED))
-    assert printed.startswith("Net(") and "bfloat16" in printed and "jaxmp" not in printed
 
 
 def test_tabulate_shows_the_model():
@@ -445,17 +454,14 @@ def test_a_raw_parameter_is_read_in_the_compute_dtype_and_stays_as_it_is(method)
 
 @pytest.mark.filterwarnings("ignore:'.value':DeprecationWarning")
 def test_the_deprecated_value_attribute():
-    class Old(nnx.Module):
-        def __init__(self):
-            self.w = nnx.Param(jnp.ones((3, 3)))
-
+    class Old(Product):
         def __call__(self, x):
             return x @ self.w.value
 
         def write(self):
             self.w.value = self.w.value * 2
 
-    model = Old()
+    model = Old(rngs())
     wrapped = apply_policy(model, MIXED)
     assert operands(program(wrapped, floats(2, 3))) == {BF16}
     wrapped.write()
@@ -1003,17 +1009,9 @@ class Cycle(nnx.Module):
         return self.child(x)
 
 
-class Registered(nnx.Module):
+class TakesNoKeywords(Product):
     def __init_subclass__(cls):
         super().__init_subclass__()
-
-
-class TakesNoKeywords(Registered):
-    def __init__(self, rngs):
-        self.w = nnx.Param(jnp.ones((3, 3)))
-
-    def __call__(self, x):
-        return x @ self.w
 
 
 class Functional(nnx.Module):
@@ -1064,17 +1062,11 @@ def test_a_cycle_is_bound_once():
 
 
 def test_two_models_of_one_class_keep_their_own_policies_in_one_method():
-    class Student(nnx.Module):
-        def __init__(self):
-            self.w = nnx.Param(jnp.ones((3, 3)))
-
-        def __call__(self, x):
-            return x @ self.w
-
+    class Student(Product):
         def distill(self, teacher, x):
             return self(x), teacher(x)
 
-    student, teacher = apply_policy(Student(), "bfloat16"), apply_policy(Student(), "float16")
+    student, teacher = (apply_policy(Student(rngs()), name) for name in ("bfloat16", "float16"))
     found = [dtypes(e)[:2] for e in products(trace(student.distill, teacher, floats(2, 3)))]
     assert found == [BF16, F16]
 
@@ -1249,10 +1241,7 @@ def jitted_product(w, x):
     return x @ w[...]
 
 
-class UsesJittedFunction(nnx.Module):
-    def __init__(self, rngs):
-        self.w = nnx.Param(jnp.ones((3, 3)))
-
+class UsesJittedFunction(Product):
     def __call__(self, x):
         return jitted_product(self.w, x)
 
@@ -1446,11 +1435,8 @@ def test_threads_with_their_own_policies_on_one_model():
             if out.dtype != jnp.float32:
                 wrong.append((index, turn, out.dtype))
 
-    threads = [threading.Thread(target=work, args=(index,)) for index in range(len(policies))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(len(policies)) as pool:
+        list(pool.map(work, range(len(policies))))
     assert not wrong
 
 
@@ -1459,11 +1445,7 @@ def test_threads_with_their_own_policies_on_one_model():
 # ---------------------------------------------------------------------------
 
 
-def train(model, optimizer, x):
-    loss_fn = lambda model, x: jnp.mean(model(x).astype(jnp.float32) ** 2)
-    loss, grads = optimizer.value_and_grad(loss_fn)(model, x)
-    optimizer.update(model, grads)
-    return loss
+train = nnx_step(lambda model, x: jnp.mean(model(x).astype(jnp.float32) ** 2))
 
 
 def training(recipe):

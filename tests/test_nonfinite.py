@@ -29,6 +29,7 @@ from jaxmp._tools.nonfinite import NonfiniteReport
 from jaxmp._tools.nonfinite._record import Program, Recorded, Recorder
 from planted_nonfinite import HEAD, PLANTS
 from sources import code_of, load_module, replace_expression
+from training_steps import new_state, state_step
 
 BY_NAME = {plant.name: plant for plant in PLANTS}
 
@@ -113,9 +114,8 @@ def test_a_planted_fault_is_named_and_its_fix_removes_it(name, tmp_path):
 
 def test_a_step_whose_gradient_is_not_finite_leaves_no_checkpoint(tmp_path):
     """The story of marin#7271, whose job ended with a poisoned checkpoint."""
-    step, params, x = loaded(
-        next(plant for plant in PLANTS if plant.name.startswith("marin#7271")).program, tmp_path
-    )()
+    (plant,) = (plant for plant in PLANTS if plant.name.startswith("marin#7271"))
+    step, params, x = loaded(plant.program, tmp_path)()
     _, grads = step(params, x)
     poisoned = jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
     checkpointer = jaxmp.checkpoint.Checkpointer(tmp_path / "run")
@@ -294,21 +294,12 @@ def test_the_fix_of_a_divergence_changes_the_optimizer():
 
 
 def fp16_training(scale, size):
-    recipe = jaxmp.load_recipe("fp16").replace(loss_scale=scale)
-    params = {"w": jnp.full((4, 4), size)}
-    tx = recipe.optimizer(optax.sgd(1e-3))
-    state = jaxmp.TrainState.create(apply_fn=None, params=params, tx=tx)
+    def loss_fn(params, x):
+        y = (x.astype(jnp.float16) @ params["w"].astype(jnp.float16)).astype(jnp.float32)
+        return 4 * jnp.mean(y**2)
 
-    @jax.jit
-    def step(state, x):
-        def loss_fn(params, x):
-            y = (x.astype(jnp.float16) @ params["w"].astype(jnp.float16)).astype(jnp.float32)
-            return 4 * jnp.mean(y**2)
-
-        loss, grads = state.value_and_grad(loss_fn)(x)
-        return state.apply_gradients(grads=grads), loss
-
-    return step, state, jnp.ones((4, 4))
+    state = new_state({"w": jnp.full((4, 4), size)}, "fp16", optax.sgd(1e-3), loss_scale=scale)
+    return jax.jit(state_step(loss_fn)), state, jnp.ones((4, 4))
 
 
 def test_a_skipped_step_is_reproduced_from_the_returned_state():
@@ -332,11 +323,8 @@ def test_the_largest_passing_scale_is_exact(size):
     step, state, x = fp16_training(jaxmp.DynamicLossScale(2.0**24), size)
     report = jaxmp.locate_nonfinite(step, state, x)
     scale = float(re.search(r"DynamicLossScale\((\d+)\)", report.fix)[1])
-    finite = lambda scale: (
-        step(fp16_training(jaxmp.DynamicLossScale(scale), size)[1], x)[
-            0
-        ].opt_state.stats.last_finite
-    )
+    start = lambda scale: fp16_training(jaxmp.DynamicLossScale(scale), size)[1]
+    finite = lambda scale: step(start(scale), x)[0].opt_state.stats.last_finite
     assert finite(scale) and not finite(2 * scale)
 
 

@@ -411,11 +411,6 @@ def test_an_edit_that_cannot_be_is_refused_with_one_that_can(edits, words):
     assert isinstance(error.value, JaxmpError)
 
 
-def test_what_is_no_table_is_refused():
-    with pytest.raises(OpError, match=r"'exp' is not a table of operations"):
-        OpTable().replace("exp")
-
-
 def test_a_row_of_ones_own():
     table = OpTable(added=[OpRule("my_kernel", "low", "reads bfloat16 tiles")])
     assert table.category("my_kernel") == "low"
@@ -549,12 +544,6 @@ def show(command, monkeypatch):
         return out
 
     return show
-
-
-def test_show_prints_the_changes_of_a_recipe(show, write):
-    changed = show(write('extends = "bf16"\n[ops]\nexp = "low"'))
-    assert tomllib.loads(changed)["ops"] == {"exp": "low"}
-    assert "ops" not in tomllib.loads(show("bf16"))
 
 
 @pytest.mark.parametrize("columns", [100, 60])

@@ -1,6 +1,7 @@
 """Masters, skipped steps and their composition, as optax transformations."""
 
 import contextlib
+import functools
 import re
 
 import flax.jax_utils
@@ -24,6 +25,7 @@ from jaxmp.errors import CompositionError, MasterOverflowError, RecipeWarning, S
 from jaxmp.optim._rounding import pack, unpack
 from jaxmp.optim._skip import skip_nonfinite
 from relaxed import relaxed
+from training_steps import new_state, state_step
 
 BF16 = jaxmp.PolicyMap("p=bf16,c=bf16,o=f32")
 FP16 = jaxmp.PolicyMap("p=f16,c=f16,o=f32")
@@ -32,6 +34,17 @@ FP32 = jaxmp.PolicyMap("p=f32,c=bf16,o=f32")
 
 def toy_params(dtype=jnp.float32):
     return {"dense": {"kernel": jnp.ones((4, 3), dtype) / 3, "bias": jnp.zeros(3, dtype)}}
+
+
+def plain_step(tx):
+    """Returns a step of a plain loop of optax, of parameters, a state and gradients."""
+
+    def step(params, state, grads):
+        updates, state = tx.update(grads, state, params)
+        with jax.numpy_dtype_promotion("standard"):  # optax.apply_updates adds bf16 and f32
+            return optax.apply_updates(params, updates), state
+
+    return step
 
 
 def adversarial(step, shape):
@@ -51,9 +64,8 @@ def adversarial(step, shape):
 @pytest.mark.parametrize("inner", [optax.adam(1e-2), optax.sgd(1e-3, momentum=0.9)])
 @fast_cases("inner0-policies0-fp32", "inner1-policies1-packed")
 def test_params_are_cast_masters_for_a_thousand_adversarial_steps(policies, form, inner):
-    tx = jaxmp.load_recipe(policies).replace(master=form).optimizer(relaxed(inner))
     stored = policies.default.param_dtype
-    state = jaxmp.TrainState.create(apply_fn=None, params=toy_params(), tx=tx)
+    state = new_state(toy_params(), policies, relaxed(inner), master=form)
     cast = (lambda m: pack(m)[0]) if form == "packed" else (lambda m: m.astype(stored))
 
     def step(state, index):
@@ -79,28 +91,22 @@ def test_both_forms_train_the_same_masters_as_fp32_parameters():
         ("fp32", BF16, "fp32"),
         ("packed", BF16, "packed"),
     ]:
-        tx = jaxmp.load_recipe(policies).replace(master=form).optimizer(relaxed(optax.adamw(1e-2)))
-        state = jaxmp.TrainState.create(apply_fn=None, params=toy_params(), tx=tx)
+        state = new_state(toy_params(), policies, relaxed(optax.adamw(1e-2)), master=form)
         step = jax.jit(lambda state, g: state.apply_gradients(grads=g))
         for g in grads:
             state = step(state, g)
         final[name] = jaxmp.get_master_params(state)
     # Equal up to how XLA contracts a * b + c in three different programs: one FP32 ulp per step.
+    close = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-7)
     for name in ("fp32", "packed"):
-        jax.tree.map(
-            lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7),
-            final[name],
-            final["plain"],
-        )
+        jax.tree.map(close, final[name], final["plain"])
 
 
 def test_small_updates_stall_without_masters_and_not_with_them():
     """1000 updates of -1e-3 leave a bfloat16 parameter at 1.0; with a master it reaches 0."""
-    params = {"w": jnp.ones(4)}
     ends = {}
     for form in ("none", "fp32", "packed"):
-        tx = jaxmp.load_recipe(BF16).replace(master=form).optimizer(optax.sgd(1e-3))
-        state = jaxmp.TrainState.create(apply_fn=None, params=params, tx=tx)
+        state = new_state({"w": jnp.ones(4)}, BF16, optax.sgd(1e-3), master=form)
         step = jax.jit(lambda state: state.apply_gradients(grads={"w": jnp.ones(4)}))
         for _ in range(1000):
             state = step(state)
@@ -116,12 +122,7 @@ def test_plain_optax_loop_lands_on_the_cast_master(form):
     state = tx.init(params)
     params = optim._master.cast_params(params, BF16, form)
 
-    @jax.jit
-    def step(params, state, grads):
-        updates, state = tx.update(grads, state, params)
-        with jax.numpy_dtype_promotion("standard"):  # optax.apply_updates adds bf16 and f32
-            return optax.apply_updates(params, updates), state
-
+    step = jax.jit(plain_step(tx))
     for i in range(100):
         params, state = step(
             params, state, jax.tree.map(lambda p: jnp.cos(p.astype(jnp.float32) + i), params)
@@ -152,8 +153,7 @@ def test_rules_choose_the_storage_of_each_parameter():
     policies = jaxmp.PolicyMap(
         "p=bf16,c=bf16,o=f32", [jaxmp.Rule("dense:bias", "p=f32", why="small and sensitive")]
     )
-    tx = jaxmp.load_recipe(policies).optimizer(optax.sgd(0.1))
-    state = jaxmp.TrainState.create(apply_fn=None, params=toy_params(), tx=tx)
+    state = new_state(toy_params(), policies)
     assert state.params["dense"]["kernel"].dtype == jnp.bfloat16
     assert state.params["dense"]["bias"].dtype == jnp.float32
     assert len(jax.tree.leaves(state.opt_state.inner_state.masters)) == 1
@@ -229,8 +229,7 @@ def test_masters_of_parameters_that_were_drawn_in_16_bits_are_named(recipe):
 def test_a_master_that_does_not_fit_skips_the_step_and_check_names_it():
     params = {"a": {"w": jnp.full((2,), 60000.0)}, "b": jnp.ones(2)}
     for skip in ("cond", "select"):
-        tx = jaxmp.load_recipe(FP16).replace(skip=skip).optimizer(optax.sgd(1.0))
-        state = jaxmp.TrainState.create(apply_fn=None, params=params, tx=tx)
+        state = new_state(params, FP16, optax.sgd(1.0), skip=skip)
         grads = {"a": {"w": jnp.array([0.0, -6000.0])}, "b": jnp.ones(2)}
         new = jax.jit(lambda s, g: s.apply_gradients(grads=g))(state, grads)
         assert all("stats" in path or "loss_scale" in path for path in changed(state, new))
@@ -275,14 +274,9 @@ def test_an_unknown_master_is_refused_with_the_menu():
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 @fast_cases("nan-cond", "inf-cond", "-inf-select")
 def test_a_nonfinite_gradient_changes_only_scale_and_counters(skip, bad):
-    inner = relaxed(
-        optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(optax.linear_schedule(1e-2, 0, 9)))
-    )
-    tx = (
-        jaxmp.load_recipe(BF16)
-        .replace(loss_scale=jaxmp.DynamicLossScale(), skip=skip)
-        .optimizer(inner)
-    )
+    schedule = optax.linear_schedule(1e-2, 0, 9)
+    inner = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule))
+    tx = mixed(inner, skip=skip)
     params = optim._master.cast_params(toy_params(), BF16)
     state = tx.init(toy_params())
     grads = jax.tree.map(lambda p: jnp.ones(p.shape), params)
@@ -307,11 +301,8 @@ def test_counters(skip):
     for grads in (bad, bad, bad, good, bad):
         _, state = tx.update(grads, state)
         stats = jaxmp.get_skip_stats(state)
-        seen.append(
-            tuple(
-                int(x) for x in (stats.total, stats.consecutive, stats.at_floor, stats.last_finite)
-            )
-        )
+        counters = stats.total, stats.consecutive, stats.at_floor, stats.last_finite
+        seen.append(tuple(map(int, counters)))
     assert seen == [(1, 1, 0, 0), (2, 2, 1, 0), (3, 3, 2, 0), (3, 0, 0, 1), (4, 1, 1, 0)]
 
 
@@ -444,21 +435,13 @@ def test_compositions_train_skip_and_keep_their_types(name):
     types = jax.tree.map(lambda x: (x.shape, x.dtype, x.weak_type), state)
     before = float(quadratic(state.params))
 
-    @jax.jit
-    def step(state, poison):
-        loss, grads = state.value_and_grad(lambda p, x: quadratic(p) * x)(poison)
-        return state.apply_gradients(grads=grads), loss
-
+    step = jax.jit(state_step(lambda p, x: quadratic(p) * x))
     for _ in range(6):
         state, _ = step(state, jnp.float32(1.0))
     assert float(quadratic(state.params)) < before
     skipped, _ = step(state, jnp.float32(jnp.inf))
-    moved = [
-        p
-        for p in changed(state, skipped)
-        if "loss_scale" not in p and "stats" not in p and ".key" not in p
-    ]
-    assert not moved
+    counters = re.compile(r"loss_scale|stats|\.key")
+    assert all(counters.search(path) for path in changed(state, skipped))
     assert int(jaxmp.get_skip_stats(skipped).total) == 1
     assert float(jaxmp.get_loss_scale(skipped).scale_value) == 2.0**15
     assert jax.tree.map(lambda x: (x.shape, x.dtype, x.weak_type), skipped) == types
@@ -481,10 +464,7 @@ def test_compositions_train_skip_and_keep_their_types(name):
         (lambda tx: optax.named_chain(("a", tx), ("b", optax.scale(0.5))), "optax.chain(inner"),
         (lambda tx: optim.stochastic_rounding(tx), "StochasticRoundingState"),
         (lambda tx: optax.contrib.schedule_free(tx, 1.0), "ScheduleFreeState"),
-        (
-            lambda tx: jaxmp.load_recipe(BF16).optimizer(tx),
-            "recipe.optimizer(inner)",
-        ),
+        (jaxmp.load_recipe(BF16).optimizer, "recipe.optimizer(inner)"),
     ],
 )
 def test_what_would_break_silently_is_refused(wrap, fix):
@@ -555,12 +535,7 @@ def outside_params(name):
 def test_wrappers_in_a_plain_loop_train_right_or_are_named(name):
     wrap, outcome, _ = OUTSIDE[name]
     tx, params = relaxed(wrap(RECIPE.optimizer(SGD))), outside_params(name)
-    state = tx.init(params)
-
-    def step(params, state, grads):
-        updates, state = tx.update(grads, state, params)
-        return optax.apply_updates(params, updates), state
-
+    state, step = tx.init(params), plain_step(tx)
     calls = (
         lambda: jaxmp.get_loss_scale(state),
         lambda: jaxmp.check({"params": params, "opt_state": state}),
@@ -641,11 +616,7 @@ def test_state_around_the_guard_is_restored_on_a_skip():
 
 def test_flax_nnx_optimizer_holds_it():
     model = nnx.Linear(3, 2, rngs=nnx.Rngs(0))
-    tx = (
-        jaxmp.load_recipe(FP32)
-        .replace(loss_scale=jaxmp.DynamicLossScale())
-        .optimizer(relaxed(optax.adamw(1e-1)))
-    )
+    tx = mixed(optax.adamw(1e-1), policies=FP32)
     optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
 
     @nnx.jit
@@ -735,14 +706,9 @@ def test_stochastic_rounding_learns_where_rounding_to_nearest_stalls():
     tx = optim.stochastic_rounding(optax.sgd(1e-3), seed=7)
     state = tx.init(params)
 
-    @jax.jit
-    def step(params, state):
-        updates, state = tx.update({"w": jnp.ones(4096)}, state, params)
-        with jax.numpy_dtype_promotion("standard"):  # optax.apply_updates adds bf16 and f32
-            return optax.apply_updates(params, updates), state
-
+    step = jax.jit(plain_step(tx))
     for _ in range(100):
-        params, state = step(params, state)
+        params, state = step(params, state, {"w": jnp.ones(4096)})
     mean = float(params["w"].astype(jnp.float32).mean())
     assert abs(mean - 0.9) < 2e-3
 
@@ -818,12 +784,8 @@ MAPPED = {
 @fast_cases("bf16-vmap", "fp16_params-shard_map")
 def test_an_optimizer_with_an_axis_averages_over_it_once(how, recipe):
     """`init` runs outside of the mapped function; only the optimizer has `axis_name`."""
-    recipe = load(recipe)
-    create = lambda axis: jaxmp.TrainState.create(
-        apply_fn=None,
-        params={"w": jnp.linspace(-1.0, 1.0, 3)},
-        tx=recipe.optimizer(relaxed(optax.adam(0.1)), axis_name=axis),
-    )
+    recipe, params = load(recipe), {"w": jnp.linspace(-1.0, 1.0, 3)}
+    create = lambda axis: new_state(params, recipe, relaxed(optax.adam(0.1)), axis_name=axis)
 
     def step(state, batch):
         loss, grads = state.value_and_grad(sum_of_squares)(batch)
@@ -870,12 +832,7 @@ def test_an_nnx_optimizer_with_an_axis_averages_over_it():
 
 
 def test_a_value_and_grad_with_another_axis_is_refused():
-    recipe = jaxmp.load_recipe("bf16")
-    create = lambda **axis: jaxmp.TrainState.create(
-        apply_fn=None,
-        params={"w": jnp.ones(3)},
-        tx=recipe.optimizer(optax.sgd(0.1), **axis),
-    )
+    create = lambda **axis: new_state({"w": jnp.ones(3)}, "bf16", **axis)
     with pytest.raises(CompositionError, match=r"axis_name='d'.*axis_name=None.*optimizer\(inner"):
         create().value_and_grad(sum_of_squares, axis_name="d")
     with pytest.raises(CompositionError, match=r"axis_name='e'.*axis_name='d'"):
@@ -887,9 +844,8 @@ def test_a_value_and_grad_with_another_axis_is_refused():
 
 
 def test_a_step_outside_of_the_mapped_function_is_explained():
-    tx = jaxmp.load_recipe("bf16").optimizer(optax.sgd(0.1), axis_name="d")
     params = {"w": jnp.ones(3)}
-    state = jaxmp.TrainState.create(apply_fn=None, params=params, tx=tx)
+    state = new_state(params, "bf16", axis_name="d")
     message = r"axis_name='d'.*jax.pmap\(train_step, axis_name='d'\)"
     with pytest.raises(CompositionError, match=message):
         state.apply_gradients(grads=params)
@@ -899,10 +855,9 @@ def test_a_step_outside_of_the_mapped_function_is_explained():
 
 def test_devices_with_other_parts_of_the_parameters_skip_together():
     """Only the part of one device overflows float16."""
-    tx = jaxmp.load_recipe(FP16).optimizer(optax.sgd(1.0), axis_name="d")
 
     def one(w):
-        state = jaxmp.TrainState.create(apply_fn=None, params={"w": w}, tx=tx)
+        state = new_state({"w": w}, FP16, optax.sgd(1.0), axis_name="d")
         return state.apply_gradients(grads={"w": jnp.full(2, -100.0)}).step
 
     parts = jnp.ones((4, 2)).at[0, 0].set(65500.0)
@@ -911,17 +866,13 @@ def test_devices_with_other_parts_of_the_parameters_skip_together():
 
 @pytest.mark.parametrize("skip", ["cond", "select"])
 def test_parameters_sharded_by_shard_map_train_and_skip_together(skip):
-    mesh = Mesh(np.array(jax.devices()[:4]), ("d",), axis_types=(AxisType.Auto,))
-    tx = jaxmp.load_recipe(FP16).replace(skip=skip).optimizer(optax.sgd(1.0), axis_name="d")
-
     def one(w, grad):
-        state = jaxmp.TrainState.create(apply_fn=None, params={"w": w}, tx=tx)
+        state = new_state({"w": w}, FP16, optax.sgd(1.0), axis_name="d", skip=skip)
         new = state.apply_gradients(grads={"w": grad})
         return new.params["w"], new.step
 
-    sharded = jax.jit(
-        jax.shard_map(one, mesh=mesh, in_specs=(P("d"), P("d")), out_specs=(P("d"), P()))
-    )
+    options = {"mesh": mesh_of_four(), "in_specs": (P("d"), P("d")), "out_specs": (P("d"), P())}
+    sharded = jax.jit(jax.shard_map(one, **options))
     w = jnp.full(8, 2.0)
     moved, step = sharded(w, jnp.ones(8))
     assert int(step) == 1 and set(moved.tolist()) == {1.0}
@@ -930,8 +881,7 @@ def test_parameters_sharded_by_shard_map_train_and_skip_together(skip):
 
 
 def test_a_stored_value_that_never_fit_is_named_at_once():
-    tx = jaxmp.load_recipe(FP16).optimizer(optax.sgd(1.0))
-    state = jaxmp.TrainState.create(apply_fn=None, params={"w": jnp.full(2, 70000.0)}, tx=tx)
+    state = new_state({"w": jnp.full(2, 70000.0)}, FP16, optax.sgd(1.0))
     with pytest.raises(MasterOverflowError, match="':w'"):
         jaxmp.check(state)
 
@@ -939,9 +889,8 @@ def test_a_stored_value_that_never_fit_is_named_at_once():
 @pytest.mark.parametrize("skip", ["select", "cond"])
 @pytest.mark.parametrize("master", ["fp32", "packed"])
 def test_bfloat16_masters_saturate_and_check_names_them_in_the_next_step(master, skip):
-    tx = jaxmp.load_recipe(BF16).replace(master=master, skip=skip).optimizer(optax.sgd(1e20))
     params = {"a": {"v": jnp.ones(2), "w": jnp.full(2, 3.38e38)}}
-    state = jaxmp.TrainState.create(apply_fn=None, params=params, tx=tx)
+    state = new_state(params, BF16, optax.sgd(1e20), master=master, skip=skip)
     grads = lambda value: {"a": {"v": jnp.zeros(2), "w": jnp.full(2, value)}}
     state = state.apply_gradients(grads=grads(-3e18))
     assert bool(all_finite(state.params)) and int(state.step) == 1
@@ -960,8 +909,7 @@ def test_bfloat16_masters_saturate_and_check_names_them_in_the_next_step(master,
 def test_a_finite_gradient_with_an_infinite_norm_skips_the_step(skip):
     """optax would divide all gradients by the infinite norm, and decay the momentum."""
     inner = optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.1, momentum=0.9))
-    tx = jaxmp.load_recipe(BF16).replace(skip=skip).optimizer(inner)
-    state = jaxmp.TrainState.create(apply_fn=None, params={"w": jnp.ones(2)}, tx=tx)
+    state = new_state({"w": jnp.ones(2)}, BF16, inner, skip=skip)
     largest = state.apply_gradients(grads={"w": jnp.array([1.8e19, 1.0])})
     assert int(largest.step) == 1
     assert largest.params["w"].astype(jnp.float32).tolist() != [1.0, 1.0]
@@ -975,8 +923,7 @@ def test_a_finite_gradient_with_an_infinite_norm_skips_the_step(skip):
 
 def test_the_update_has_no_check_of_new_bfloat16_masters():
     """XLA:GPU would write these masters to memory in FP32, for the check and for the parameters."""
-    tx = jaxmp.load_recipe(BF16).replace(skip="none").optimizer(optax.sgd(0.5))
-    state = jaxmp.TrainState.create(apply_fn=None, params={"w": jnp.ones(7)}, tx=tx)
+    state = new_state({"w": jnp.ones(7)}, BF16, optax.sgd(0.5), skip="none")
     step = lambda state, grads: state.apply_gradients(grads=grads).params
     jaxpr = jax.make_jaxpr(step)(state, {"w": jnp.ones(7)}).jaxpr
     (clamp,) = [eqn for eqn in jaxpr.eqns if eqn.primitive.name == "clamp"]
@@ -985,9 +932,8 @@ def test_the_update_has_no_check_of_new_bfloat16_masters():
 
 
 def test_check_reads_ensembles_and_explains_itself_under_jit():
-    tx = mixed()
-    create = lambda p: jaxmp.TrainState.create(apply_fn=None, params=p, tx=tx)
-    states = jax.vmap(create)(jax.tree.map(lambda p: jnp.stack([p, p]), toy_params()))
+    params = jax.tree.map(lambda p: jnp.stack([p, p]), toy_params())
+    states = jax.vmap(lambda p: new_state(p, MIXED))(params)
     jaxmp.check(states)
     with pytest.raises(jaxmp.JaxmpError, match="on the host"):
         jax.jit(lambda s: jaxmp.check(s))(states)

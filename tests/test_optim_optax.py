@@ -9,6 +9,7 @@ import pytest
 import jaxmp
 from grids import fast_cases
 from relaxed import relaxed
+from training_steps import new_state
 
 X = jax.random.normal(jax.random.key(0), (8, 4))
 Y = jnp.sin(X.sum(-1))
@@ -97,9 +98,7 @@ def train_plain(tx, extra_args, steps=3):
 
 
 def train(tx, extra_args, recipe, steps=3):
-    state = jaxmp.TrainState.create(
-        apply_fn=None, params=make_params(), tx=jaxmp.load_recipe(recipe).optimizer(tx)
-    )
+    state = new_state(make_params(), recipe, tx)
 
     @jax.jit
     def step(state):
@@ -153,8 +152,8 @@ def test_lookahead_trains_two_copies_of_the_parameters(recipe, around):
     rules = [jaxmp.Rule("hidden:bias", "p=f32")]
     recipe = jaxmp.load_recipe(recipe)
     recipe = recipe.replace(policies=jaxmp.PolicyMap(recipe, rules))
-    tx = recipe.optimizer(optax.chain(optax.identity(), inner) if around else inner)
-    state = jaxmp.TrainState.create(apply_fn=None, params=lookahead_params(), tx=tx)
+    inner = optax.chain(optax.identity(), inner) if around else inner
+    state = new_state(lookahead_params(), recipe, inner)
     stored = recipe.policies.default.param_dtype
     for copy in state.params:
         assert copy["head"].dtype == stored and copy["hidden"]["bias"].dtype == jnp.float32
@@ -219,8 +218,7 @@ def test_parameters_that_an_addition_made_wide_are_named_with_both_fixes():
 @pytest.mark.parametrize("skip", ["select", "cond", "none"])
 def test_leaves_that_the_first_update_adds_to_the_state_are_kept(skip):
     inner = optax.chain(optax.monitor({"norm": optax.tree.norm}), optax.sgd(0.5))
-    tx = jaxmp.load_recipe("bf16_params").replace(skip=skip).optimizer(inner)
-    state = jaxmp.TrainState.create(apply_fn=None, params={"w": jnp.ones(4)}, tx=tx)
+    state = new_state({"w": jnp.ones(4)}, "bf16_params", inner, skip=skip)
     for gradient in (1.0,) if skip == "none" else (jnp.nan, 1.0):
         state = state.apply_gradients(grads={"w": jnp.full(4, gradient)})
         skips = bool(jnp.isnan(gradient))
@@ -232,7 +230,6 @@ def test_a_structure_that_every_update_changes_raises():
     grow = optax.GradientTransformation(
         lambda params: (), lambda grads, state, params=None: (grads, (*state, jnp.zeros(())))
     )
-    tx = jaxmp.load_recipe("bf16").optimizer(grow)
-    state = jaxmp.TrainState.create(apply_fn=None, params={"w": jnp.ones(4)}, tx=tx)
+    state = new_state({"w": jnp.ones(4)}, "bf16", grow)
     with pytest.raises(jaxmp.errors.CompositionError, match=r"replace\(skip='none'\)"):
         state.apply_gradients(grads={"w": jnp.ones(4)})

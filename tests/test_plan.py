@@ -239,12 +239,8 @@ def test_the_search_finds_what_trying_each_batch_finds(memory, monkeypatch):
     assert program.largest().fallbacks == ("it fits, and larger batches were not tried",)
 
 
-NO_MEMORY = types.SimpleNamespace(
-    argument_size_in_bytes=0,
-    output_size_in_bytes=0,
-    alias_size_in_bytes=0,
-    temp_size_in_bytes=0,
-)
+SIZES = (f"{name}_size_in_bytes" for name in ("argument", "output", "alias", "temp"))
+NO_MEMORY = types.SimpleNamespace(**dict.fromkeys(SIZES, 0))
 
 # ---------------------------------------------------------------------------
 # Bounds

@@ -16,6 +16,7 @@ import jaxmp
 from grids import EXPENSIVE, fast_cases
 from jaxmp.errors import CompositionError, RecipeWarning
 from jaxmp.optim import set_master_params
+from training_steps import new_state
 
 RECIPES = {
     "bf16": jaxmp.load_recipe("bf16"),
@@ -56,8 +57,7 @@ class Linen:
     """A `TrainState`."""
 
     def __init__(self, recipe, inner):
-        tx = recipe.optimizer(inner)
-        self.state = jaxmp.TrainState.create(apply_fn=None, params=START, tx=tx)
+        self.state = new_state(START, recipe, inner)
 
     @property
     def params(self):
@@ -214,9 +214,8 @@ def test_the_values_of_a_variable_can_be_assigned():
 
 
 def test_nan_and_negative_zero_are_compared_by_their_bits():
-    tx = RECIPES["bf16_params"].optimizer(optax.sgd(0.0))
     full = {"w": jnp.array([jnp.nan, 0.0, 1.001])}
-    state = jaxmp.TrainState.create(apply_fn=None, params=full, tx=tx)
+    state = new_state(full, RECIPES["bf16_params"], optax.sgd(0.0))
     step = jax.jit(lambda state: state.apply_gradients(grads={"w": jnp.zeros(3)}))
     np.testing.assert_array_equal(jaxmp.get_master_params(step(state))["w"], full["w"])
     state = state.replace(params={"w": jnp.array([jnp.nan, -0.0, 1.0], jnp.bfloat16)})
@@ -255,17 +254,11 @@ def test_sharded_states_take_arrays_of_the_host():
 @pytest.mark.parametrize("name", RECIPES)
 def test_arrays_made_from_python_numbers_do_not_retrace_the_step(name):
     state = Linen(RECIPES[name], optax.sgd(1e-3)).state
-    traces = []
-
-    @jax.jit
-    def step(state):
-        traces.append(state)
-        return state.apply_gradients(grads=gradients(0.0))
-
+    step = jax.jit(lambda state: state.apply_gradients(grads=gradients(0.0)))
     state = step(jax.tree.map(jnp.asarray, state))
     filled = jax.tree.map(lambda leaf: jnp.full(leaf.shape, 0.7), START)
     step(step(state.replace(params=filled)))
-    assert len(traces) == 1
+    assert step._cache_size() == 1
 
 
 def test_masters_stay_where_they_are():

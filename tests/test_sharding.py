@@ -141,24 +141,22 @@ def test_states_of_nnx():
     assert specs.count(P("data", None)) == specs.count(P("data")) == 4
 
 
+def train_step(state, batch):
+    loss_fn = lambda p, x: jnp.mean(jnp.square(state.apply_fn(p, x) - x))
+    loss, grads = state.value_and_grad(loss_fn)(batch)
+    return state.apply_gradients(grads=grads), loss
+
+
 def test_a_step_keeps_the_shardings_and_is_traced_once():
     state = linen_state("bf16_params", optax.sgd(1e-2, momentum=0.9))
     mesh = mesh_of()
     shardings = state_shardings(state, jax.tree.map(rows(mesh), state.params))
     state = jax.device_put(state, shardings)
-    traces = []
-
-    def step(state, batch):
-        traces.append(None)
-        loss_fn = lambda p, x: jnp.mean(jnp.square(state.apply_fn(p, x) - x))
-        loss, grads = state.value_and_grad(loss_fn)(batch)
-        return state.apply_gradients(grads=grads), loss
-
-    step = jax.jit(step, donate_argnums=0, out_shardings=(shardings, None))
+    step = jax.jit(train_step, donate_argnums=0, out_shardings=(shardings, None))
     batch = jax.device_put(np.ones((8, 16), np.float32), NamedSharding(mesh, P("data")))
     for _ in range(20):
         state, loss = step(state, batch)
-    assert len(traces) == 1 and jnp.isfinite(loss)
+    assert step._cache_size() == 1 and jnp.isfinite(loss)
     assert jax.tree.map(lambda leaf: leaf.sharding, state) == shardings
 
 
@@ -169,10 +167,8 @@ def test_masters_and_moments_in_host_memory_train_alike():
 
     def step(state, batch):
         # Copies masters and moments to the device, if they are not there.
-        state = state.replace(opt_state=jax.device_put(state.opt_state, shardings.opt_state))
-        loss_fn = lambda p, x: jnp.mean(jnp.square(state.apply_fn(p, x) - x))
-        loss, grads = state.value_and_grad(loss_fn)(batch)
-        return state.apply_gradients(grads=grads), loss
+        opt_state = jax.device_put(state.opt_state, shardings.opt_state)
+        return train_step(state.replace(opt_state=opt_state), batch)
 
     def on_host(sharding):
         return sharding.with_memory_kind("pinned_host") if sharding.spec != P() else sharding

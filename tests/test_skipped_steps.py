@@ -24,6 +24,7 @@ from jaxmp._tools.audit._hlo_kernels import kernels
 from jaxmp._tools.audit._trace import trace
 from jaxmp.errors import CompositionError, ScaleCollapsedError, SkippedStepsWarning
 from jaxmp.optim._skip import skip_nonfinite
+from training_steps import new_state
 
 PARAMS = {"a": jnp.ones(2), "b": {"w": jnp.ones(3), "x": jnp.ones(())}}
 GOOD = jax.tree.map(jnp.ones_like, PARAMS)
@@ -32,9 +33,7 @@ BAD = {"a": jnp.ones(2), "b": {"w": jnp.array([1.0, jnp.nan, 1.0]), "x": jnp.arr
 
 def state_after(skipped, recipe="bf16", grads=BAD, skip="auto", **changes):
     """Returns a train state whose last `skipped` steps were skipped."""
-    recipe = jaxmp.load_recipe(recipe).replace(skip=skip, **changes)
-    tx = recipe.optimizer(optax.sgd(0.1))
-    state = jaxmp.TrainState.create(apply_fn=None, params=PARAMS, tx=tx)
+    state = new_state(PARAMS, recipe, skip=skip, **changes)
     step = jax.jit(lambda state, grads: state.apply_gradients(grads=grads))
     for index in range(1 + skipped):
         state = step(state, grads if index else GOOD)
@@ -256,10 +255,7 @@ def test_an_nnx_optimizer_reports_too():
 
 
 def test_devices_agree_on_the_leaf():
-    recipe = jaxmp.load_recipe("bf16")
-    tx = recipe.optimizer(optax.sgd(0.1), axis_name="data")
-    params = {"a": jnp.ones(2), "b": jnp.ones(2)}
-    state = jaxmp.TrainState.create(apply_fn=None, params=params, tx=tx)
+    state = new_state({"a": jnp.ones(2), "b": jnp.ones(2)}, "bf16", axis_name="data")
     bad = jnp.array([[1.0, 1.0], [jnp.nan, 1.0]])
 
     def step(state, row):
@@ -356,8 +352,7 @@ def test_the_index_costs_a_few_operations_whatever_the_number_of_leaves():
 
 def test_counters_that_cannot_change_are_passed_through():
     """A GPU starts a kernel for each scalar of the state that a step computes."""
-    tx = jaxmp.load_recipe("bf16").replace(skip="select").optimizer(optax.sgd(0.1))
-    state = jaxmp.TrainState.create(apply_fn=None, params=PARAMS, tx=tx)
+    state = new_state(PARAMS, "bf16", skip="select")
     step = lambda state, grads: state.apply_gradients(grads=grads).opt_state
     closed = jax.make_jaxpr(step)(state, GOOD)
     paths = [path for path, _ in jax.tree.leaves_with_path(step(state, GOOD))]

@@ -26,6 +26,7 @@ from jaxmp._tools.audit._trace import trace
 from jaxmp._tools.stats._measure import FORMATS, measure_tensor
 from jaxmp._tools.stats._with_stats import _Program
 from jaxmp.errors import AuditError
+from training_steps import new_state, state_step
 
 pytestmark = pytest.mark.usefixtures("standard_promotion", "rank_promotion")
 
@@ -127,15 +128,8 @@ PARAMS = {"up": normal(3, 32, 16) / 6, "down": normal(4, 16, 8) / 4}
 
 
 def plain_step(**options):
-    tx = jaxmp.load_recipe("fp16").optimizer(optax.adam(1e-2))
-    state = jaxmp.TrainState.create(apply_fn=None, params=PARAMS, tx=tx)
-
-    @jax.jit
-    def step(state, x):
-        loss, grads = state.value_and_grad(loss_fn, **options)(x)
-        return state.apply_gradients(grads=grads), loss
-
-    return step, state
+    state = new_state(PARAMS, "fp16", optax.adam(1e-2))
+    return jax.jit(state_step(loss_fn, **options)), state
 
 
 def test_all_kinds_of_tensors_of_a_training_step():
@@ -598,9 +592,7 @@ def test_a_training_with_the_suggested_scale_skips_no_step():
     step, state = plain_step()
     scale = jaxmp.with_stats(jax.grad(loss_fn))(PARAMS, X).report().loss_scale
     recipe = jaxmp.load_recipe("fp16").replace(loss_scale=jaxmp.DynamicLossScale(scale))
-    state = jaxmp.TrainState.create(
-        apply_fn=None, params=PARAMS, tx=recipe.optimizer(optax.adam(1e-2))
-    )
+    state = new_state(PARAMS, recipe, optax.adam(1e-2))
     for _ in range(100):
         state, _ = step(state, X)
     assert int(jaxmp.get_skip_stats(state).total) == 0 and float(scale) > 1

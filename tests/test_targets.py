@@ -86,6 +86,7 @@ def test_peaks_are_dense_and_of_one_device():
         ("NVIDIA H100 PCIe", "write its chip, one of 'h100-pcie' (84.9 GB at 2,039 GB/s"),
         ("NVIDIA A100", "one of 'a100-40' (42.3 GB at 1,555 GB/s, 312 TFLOP/s, NVIDIA A100-SXM4"),
         (["h200"], "Known chips: v100, v100-16, v100-pcie, t4, a100-40, a100"),
+        (9, "Known chips: v100, v100-16, v100-pcie, t4, a100-40, a100"),
     ],
 )
 def test_an_unknown_chip_is_refused(name, message):

@@ -16,6 +16,7 @@ import jaxmp
 from arrays import changed
 from grids import EXPENSIVE, REST, each_value, fast_cases
 from relaxed import relaxed
+from training_steps import new_state, state_step
 
 RECIPES = ["fp32", "tf32", "bf16", "bf16_params", "fp16", "fp16_params"]
 
@@ -43,13 +44,9 @@ def setup(recipe, tx=None):
     model = recipe.wrap(Net())
     x = jax.random.normal(jax.random.key(1), (16, 4))
     variables = Net().init(jax.random.key(0), x)
-    state = State.create(
-        apply_fn=model.apply,
-        params=variables["params"],
-        tx=recipe.optimizer(relaxed(optax.adamw(1e-2)) if tx is None else tx),
-        batch_stats=variables["batch_stats"],
-        ema=jax.tree.map(jnp.copy, variables["params"]),
-    )
+    tx = recipe.optimizer(relaxed(optax.adamw(1e-2)) if tx is None else tx)
+    ema = jax.tree.map(jnp.copy, variables["params"])
+    state = State.create(apply_fn=model.apply, tx=tx, ema=ema, **variables)
     return state, (x, jnp.sin(x.sum(-1)))
 
 
@@ -139,24 +136,16 @@ def test_a_skipped_step_changes_only_scale_and_counters(run, kind):
 @EXPENSIVE
 def test_two_states_of_one_recipe_survive_donation():
     for recipe in RECIPES:
-        recipe = jaxmp.load_recipe(recipe)
-        tx = recipe.optimizer(relaxed(optax.adamw(1e-2)))
+        tx = jaxmp.load_recipe(recipe).optimizer(relaxed(optax.adamw(1e-2)))
         params = {"w": jnp.ones((3, 1))}
-
-        def step(state, x):
-            loss, grads = state.value_and_grad(
-                lambda p, x: jnp.mean((x @ p["w"].astype(x.dtype)) ** 2)
-            )(x)
-            return state.apply_gradients(grads=grads), loss
-
+        create = lambda: jaxmp.TrainState.create(apply_fn=None, params=params, tx=tx)
+        step = state_step(lambda p, x: jnp.mean((x @ p["w"].astype(x.dtype)) ** 2))
         step = jax.jit(step, donate_argnums=0)
-        states = [jaxmp.TrainState.create(apply_fn=None, params=params, tx=tx) for _ in range(2)]
-        for state in states:
+        for state in (create(), create()):
             for _ in range(3):
                 state, loss = step(state, jnp.ones((2, 3)))
             assert np.isfinite(loss)
-        late = jaxmp.TrainState.create(apply_fn=None, params=params, tx=tx)
-        assert np.isfinite(step(late, jnp.ones((2, 3)))[1])
+        assert np.isfinite(step(create(), jnp.ones((2, 3)))[1])
 
 
 def test_every_leaf_is_a_strongly_typed_array():
@@ -167,16 +156,9 @@ def test_every_leaf_is_a_strongly_typed_array():
 
 
 def test_it_is_created_under_jit_and_scanned():
-    recipe = jaxmp.load_recipe("fp16_params")
-    tx = recipe.optimizer(optax.sgd(0.1))
-    create = lambda p: jaxmp.TrainState.create(apply_fn=None, params=p, tx=tx)
-    state = jax.jit(create)({"w": jnp.ones((3, 1))})
-
-    def step(state, x):
-        fn = lambda p, x: jnp.mean((x.astype(jnp.float16) @ p["w"]).astype(jnp.float32) ** 2)
-        loss, grads = state.value_and_grad(fn)(x)
-        return state.apply_gradients(grads=grads), loss
-
+    state = jax.jit(lambda p: new_state(p, "fp16_params"))({"w": jnp.ones((3, 1))})
+    loss_fn = lambda p, x: jnp.mean((x.astype(jnp.float16) @ p["w"]).astype(jnp.float32) ** 2)
+    step = state_step(loss_fn)
     xs = jnp.ones((5, 2, 3))
     scanned, losses = jax.lax.scan(step, state, xs)
     looped = state
@@ -216,9 +198,7 @@ def test_plain_optimizers_have_no_scale_and_full_gradients():
 
 def test_recipe_dtypes_of_accumulation_reach_value_and_grad():
     recipe = jaxmp.load_recipe("fp32").replace(accumulate_dtype="bfloat16")
-    state = jaxmp.TrainState.create(
-        apply_fn=None, params={"w": jnp.float32(1.0)}, tx=recipe.optimizer(optax.sgd(0.1))
-    )
+    state = new_state({"w": jnp.float32(1.0)}, recipe)
     x = jnp.where(jnp.arange(512) < 256, 1.0, 2.0**-9)
     fn = lambda p, x: jnp.sum(p["w"] * x)
     assert float(state.value_and_grad(fn, microbatches=512)(x)[1]["w"]) == 0.5
@@ -230,9 +210,7 @@ def test_the_dtypes_of_gradients_do_not_change_the_update():
     for dtype in ("float32", "float64"):
         recipe = jaxmp.load_recipe("bf16_params").replace(reduce_dtype=dtype)
         params = {"w": jnp.full(3, 1 + 2.0**-12)}
-        state = jaxmp.TrainState.create(
-            apply_fn=None, params=params, tx=recipe.optimizer(optax.sgd(2.0**-12))
-        )
+        state = new_state(params, recipe, optax.sgd(2.0**-12))
         results.append(state.apply_gradients(grads={"w": jnp.ones(3)}))
     plain, recorded = results
     assert recorded.opt_state.settings.gradients.reduce_dtype == "float64"
@@ -277,12 +255,11 @@ def test_required_path_rules_about_storage_are_judged_at_create():
 
 def test_rules_leave_the_collection_out():
     policies = jaxmp.PolicyMap("p=bf16,c=bf16,o=f32", [jaxmp.Rule("head", "p=f32")])
-    tx = jaxmp.load_recipe(policies).optimizer(optax.sgd(0.1))
     variables = {
         "params": {"head": {"kernel": jnp.ones((2, 2))}, "body": {"kernel": jnp.ones((2, 2))}},
         "_overwrite_with_gradient": {"amax": jnp.zeros(4)},
     }
-    state = jaxmp.TrainState.create(apply_fn=None, params=variables, tx=tx)
+    state = new_state(variables, policies)
     dtypes = jax.tree.map(lambda p: str(p.dtype), state.params)
     assert dtypes["params"] == {"head": {"kernel": "float32"}, "body": {"kernel": "bfloat16"}}
     assert dtypes["_overwrite_with_gradient"] == {"amax": "float32"}
@@ -316,9 +293,7 @@ def test_overwritten_state_is_assigned_and_reverted_on_a_skip():
 def test_partitioned_boxes_keep_their_names():
     params = {"w": nn.Partitioned(jnp.ones((4, 2)), names=("data", None))}
     recipe = jaxmp.load_recipe("bf16_params")
-    state = jaxmp.TrainState.create(
-        apply_fn=None, params=params, tx=recipe.optimizer(optax.sgd(0.1))
-    )
+    state = new_state(params, recipe)
     assert state.params["w"].names == ("data", None)
     assert state.params["w"].value.dtype == jnp.bfloat16
     masters = state.opt_state.inner_state.masters
@@ -341,9 +316,8 @@ def test_flax_serialization_restores_what_it_wrote_without_casts(recipe):
     with pytest.raises(jaxmp.JaxmpError, match=r"Another recipe wrote[^$]*migrate=True"):
         flax.serialization.from_bytes(other, blob)
     masters = state.opt_state.inner_state
-    rounded = flax.serialization.to_state_dict(
-        jax.tree.map(lambda x: x.astype(jnp.float16), masters)
-    )
+    rounded = jax.tree.map(lambda x: x.astype(jnp.float16), masters)
+    rounded = flax.serialization.to_state_dict(rounded)
     with pytest.raises(jaxmp.JaxmpError, match=r"wrote this \w+: .*\(float16\)"):
         flax.serialization.from_state_dict(masters, rounded)
 
@@ -382,9 +356,7 @@ def test_extra_arguments_reach_the_optimizer():
         _ = state.apply_gradients(grads=params)
         assert not seen
     # Optimizers that take no such arguments ignore them, as `optax.with_extra_args_support` does.
-    tx = jaxmp.load_recipe("bf16").optimizer(optax.sgd(0.1))
-    state = jaxmp.TrainState.create(apply_fn=None, params=params, tx=tx)
-    _ = state.apply_gradients(grads=params, extra_args={"value": 3.0})
+    _ = new_state(params, "bf16").apply_gradients(grads=params, extra_args={"value": 3.0})
 
 
 @pytest.mark.parametrize("recipe", ["fp32", "bf16_params", "fp16_params", None])
@@ -394,15 +366,7 @@ def test_shapes_make_a_state_of_shapes(recipe):
     x = jnp.ones((2, 4))
     variables = Net().init(jax.random.key(0), x)
 
-    def create(variables):
-        return State.create(
-            apply_fn=Net().apply,
-            params=variables["params"],
-            tx=tx,
-            batch_stats=variables["batch_stats"],
-            ema=None,
-        )
-
+    create = lambda variables: State.create(apply_fn=Net().apply, tx=tx, ema=None, **variables)
     apply_fn = create(variables).apply_fn
     abstract = create(jax.eval_shape(Net().init, jax.random.key(0), x)).replace(apply_fn=apply_fn)
     assert all(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(abstract))
@@ -422,8 +386,7 @@ def test_shapes_keep_the_shardings_of_the_parameters():
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("d",))
     sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("d"))
     params = {"w": jax.ShapeDtypeStruct((4,), jnp.float32, sharding=sharding), "b": jnp.ones(2)}
-    tx = jaxmp.load_recipe("bf16_params").optimizer(optax.sgd(0.1))
-    state = jaxmp.TrainState.create(apply_fn=None, params=params, tx=tx)
+    state = new_state(params, "bf16_params")
     assert state.params["w"].sharding == sharding and state.params["w"].dtype == jnp.bfloat16
     assert isinstance(state.params["b"], jax.ShapeDtypeStruct)
 
@@ -484,8 +447,7 @@ def test_parameters_of_numpy_are_stored_and_trained_as_those_of_jax(dtype, recip
     batch = np.linspace(-1, 1, 8, dtype=dtype).reshape(2, 4)
 
     def train(params, x):
-        tx = recipe.optimizer(optax.sgd(1e-3))
-        state = jaxmp.TrainState.create(apply_fn=None, params=params, tx=tx)
+        state = new_state(params, recipe, optax.sgd(1e-3))
         policy = recipe.policies.default
         for _ in range(2):  # outside of `jit`, which casts NumPy arrays by itself
             loss = lambda p, x: jnp.square(jnp.matmul(*policy.cast_to_compute((x, p["w"])))).sum()

@@ -37,6 +37,7 @@ from jaxmp._tools.validate._rows import GradientRow, MetricChoice, TrainingRecor
 from jaxmp._tools.validate._validate import make_model_runs
 from jaxmp.errors import ValidationError, ValidationFailedError
 from jaxmp.typing import ValidationReport
+from training_steps import new_state
 
 STEPS = 20
 
@@ -198,12 +199,8 @@ def test_a_healthy_recipe_passes_first_line_first(report):
 
 
 def test_records_have_an_item_per_step_and_evaluation(report):
-    assert [(run.name, run.seed) for run in report.runs] == [
-        ("fp32", 0),
-        ("fp32", 1),
-        ("bf16", 0),
-        ("bf16", 1),
-    ]
+    pairs = [(name, seed) for name in ("fp32", "bf16") for seed in (0, 1)]
+    assert [(run.name, run.seed) for run in report.runs] == pairs
     for record in report.runs:
         assert len(record.losses) == len(record.gradient_norms) == len(record.loss_scales) == STEPS
         assert record.eval_steps == report.eval_steps == (*range(0, STEPS, 2), STEPS)
@@ -624,10 +621,8 @@ def test_wrong_budgets_of_metrics_are_named(tables, match):
 
 def test_a_diverged_run_fails():
     budget = resolve_budgets(0.5, {"bf16": jaxmp.load_recipe("bf16")})["bf16"]
-    checks, _, _ = compare_metrics(
-        records("fp32", [1.0, 1.0]), records("bf16", [1.0, math.nan]), [MetricChoice()], budget
-    )
-    assert checks[0].verdict == "fail"
+    pair = records("fp32", [1.0, 1.0]), records("bf16", [1.0, math.nan])
+    assert compare_metrics(*pair, [MetricChoice()], budget)[0][0].verdict == "fail"
 
 
 # ---------------------------------------------------------------------------
@@ -651,8 +646,7 @@ def make_run(recipe, seed, *, params_seed=None, batch_seed=None):
     model = Perceptron()
     apply = recipe.wrap(model).apply
     params = model.init(jax.random.key(params_seed or seed), HELD_OUT[0])
-    tx = recipe.optimizer(optax.adam(1e-3))
-    state = jaxmp.TrainState.create(apply_fn=apply, params=params, tx=tx)
+    state = new_state(params, recipe, optax.adam(1e-3), apply_fn=apply)
     loss_fn = lambda params, x: squared_error(lambda x: apply(params, x), x)
 
     def step(state, x):
@@ -671,9 +665,8 @@ def test_a_run_that_is_not_finite_in_one_seed_has_a_report():
         run = make_run(recipe, seed)
 
         def step(state, x):
-            loss, grads = state.value_and_grad(
-                lambda params, x: squared_error(lambda x: state.apply_fn(params, x), x)
-            )(x)
+            loss_fn = lambda params, x: squared_error(lambda x: state.apply_fn(params, x), x)
+            loss, grads = state.value_and_grad(loss_fn)(x)
             if recipe.name == "bf16" and seed == 0:
                 loss, grads = loss * jnp.inf, jax.tree.map(lambda g: g * jnp.nan, grads)
             return state.apply_gradients(grads=grads), {"loss": loss, "grads": grads}
@@ -714,36 +707,30 @@ def test_other_parameters_or_batches_are_refused(changed, match):
     [
         (dict(steps=5), r"fp32, seed 0 has 4 batches.*steps=4"),
         (dict(steps=0), "steps=0 is not a positive integer"),
-        (dict(steps=4, recipes="bf16"), r"recipes=\['bf16'\]"),
-        (dict(steps=4, recipes=[]), "recipes is empty"),
-        (dict(steps=4, recipes=["fp32"]), "both the reference and a candidate"),
-        (dict(steps=4, recipes=["bf16", "bf16"]), "Two recipes have the name 'bf16'"),
-        (dict(steps=4, budgets={"bf61": 0.1}), r"budgets\['bf61'\].*Did you mean 'bf16'"),
-        (dict(steps=4, budgets=-1), "a budget is a positive number"),
+        (dict(recipes="bf16"), r"recipes=\['bf16'\]"),
+        (dict(recipes=[]), "recipes is empty"),
+        (dict(recipes=["fp32"]), "both the reference and a candidate"),
+        (dict(recipes=["bf16", "bf16"]), "Two recipes have the name 'bf16'"),
+        (dict(budgets={"bf61": 0.1}), r"budgets\['bf61'\].*Did you mean 'bf16'"),
+        (dict(budgets=-1), "a budget is a positive number"),
+        (dict(metrics={"loss": "up"}), r"metrics=\{'loss': 'up'\}: pass the direction of each"),
+        (dict(metrics="max"), r"metrics='max': pass the direction"),
+        (dict(metrics={"los": "min"}), r"no metric 'los', which metrics or budgets.* mean 'loss'"),
         (
-            dict(steps=4, metrics={"loss": "up"}),
-            r"metrics=\{'loss': 'up'\}: pass the direction of each",
+            dict(budgets=jaxmp.Budget(absolute={"x": 1.0})),
+            "no metric 'x', which metrics or budgets",
         ),
-        (dict(steps=4, metrics="max"), r"metrics='max': pass the direction"),
-        (
-            dict(steps=1, metrics={"los": "min"}),
-            r"no metric 'los', which metrics or budgets.* mean 'loss'",
-        ),
-        (
-            dict(steps=1, budgets=jaxmp.Budget(absolute={"reward": 1.0})),
-            "no metric 'reward', which metrics or budgets name",
-        ),
-        (dict(steps=4, seeds=[1, 1]), "different integers"),
-        (dict(steps=4, seeds=0), "seeds=0: pass a positive number"),
-        (dict(steps=4, seeds=2.0), "seeds=2.0: pass a positive number"),
-        (dict(steps=4, recipes=jaxmp.load_recipe("bf16")), "is not a list of recipes"),
-        (dict(steps=4, compare_steps=3), r"compare_steps=\[0, 3\]"),
-        (dict(steps=4, compare_steps=[4]), "4 is not between 0 and 3"),
-        (dict(steps=4, loss_fn=squared_error), r"without \['batches', 'optimizer', 'held_out'\]"),
+        (dict(seeds=[1, 1]), "different integers"),
+        (dict(seeds=0), "seeds=0: pass a positive number"),
+        (dict(seeds=2.0), "seeds=2.0: pass a positive number"),
+        (dict(recipes=jaxmp.load_recipe("bf16")), "is not a list of recipes"),
+        (dict(compare_steps=3), r"compare_steps=\[0, 3\]"),
+        (dict(compare_steps=[4]), "4 is not between 0 and 3"),
+        (dict(loss_fn=squared_error), r"without \['batches', 'optimizer', 'held_out'\]"),
     ],
 )
 def test_bad_arguments_raise(options, match):
-    options = {"recipes": ["bf16"], "seeds": 1, **options}
+    options = {"recipes": ["bf16"], "seeds": 1, "steps": 4, **options}
     with pytest.raises(ValidationError, match=match):
         jaxmp.validate(make_run, **options)
 

@@ -13,6 +13,7 @@ from flax.training import train_state as flax_train_state
 
 import jaxmp
 from grids import EXPENSIVE
+from training_steps import new_state
 
 # The defaults of JAX, as users of Flax and optax have them.
 pytestmark = pytest.mark.usefixtures("standard_promotion", "rank_promotion")
@@ -42,20 +43,6 @@ def verdicts(report):
     return {candidate.name: candidate.verdict for candidate in report.candidates}
 
 
-def run(model, candidates, loss_fn, shape, optimizer, **options):
-    options = {"seeds": 1, "steps": STEPS, "compare_steps": [0, STEPS - 1], **options}
-    held_out = [*batches(shape, 2)(99)]
-    return jaxmp.validate(
-        model,
-        candidates,
-        loss_fn=loss_fn,
-        batches=batches(shape),
-        optimizer=optimizer,
-        held_out=held_out,
-        **options,
-    )
-
-
 class Perceptron(nn.Module):
     @nn.compact
     def __call__(self, x):
@@ -66,17 +53,20 @@ def squared_error(model, x):
     return jnp.mean((model(x).astype(jnp.float32) - jnp.sin(x[..., :4])) ** 2)
 
 
+def run(model, candidates, loss_fn=squared_error, shape=(64, 8), rate=1e-3, **options):
+    """Validates a training with Adam, or with the `optimizer` of the options."""
+    held_out, steps = [*batches(shape, 2)(99)], [0, STEPS - 1]
+    data = {"batches": batches(shape), "held_out": held_out, "optimizer": optax.adam(rate)}
+    options = {"seeds": 1, "steps": STEPS, "compare_steps": steps, **data, **options}
+    return jaxmp.validate(model, candidates, loss_fn=loss_fn, **options)
+
+
 @EXPENSIVE
 def test_float16_without_loss_scaling():
     candidates = {"plain": FP16.replace(loss_scale="none"), "scaled": FP16}
     # Each element of the loss has a weight of 4e-8, as in a sum over many tokens.
-    report = run(
-        Perceptron(),
-        candidates,
-        lambda model, x: 1e-5 * squared_error(model, x),
-        (64, 8),
-        optax.adam(1e-2, eps=1e-12),
-    )
+    loss_fn = lambda model, x: 1e-5 * squared_error(model, x)
+    report = run(Perceptron(), candidates, loss_fn, optimizer=optax.adam(1e-2, eps=1e-12))
     assert verdicts(report) == {"plain": "fail", "scaled": "inconclusive"}
     line = first_line(report, "plain")
     assert line.startswith("plain FAILS: training without loss scaling: ")
@@ -87,7 +77,7 @@ def test_float16_without_loss_scaling():
 @EXPENSIVE
 def test_bfloat16_parameters_without_masters():
     candidates = {"bare": BF16_PARAMS.replace(master="none"), "masters": BF16_PARAMS}
-    report = run(Perceptron(), candidates, squared_error, (64, 8), optax.adam(3e-4))
+    report = run(Perceptron(), candidates, rate=3e-4)
     assert verdicts(report) == {"bare": "fail", "masters": "inconclusive"}
     line = first_line(report, "bare")
     assert line.startswith("bare FAILS: 16-bit parameters without FP32 masters: ")
@@ -110,9 +100,7 @@ class Attention(nn.Module):
 @pytest.mark.parametrize("is_fp32", [False, pytest.param(True, marks=EXPENSIVE)])
 @EXPENSIVE
 def test_half_softmax_at_large_logits(is_fp32):
-    report = run(
-        Attention(is_fp32), ["bf16"], squared_error, (8, 8, 8), optax.adam(1e-3), budgets=0.05
-    )
+    report = run(Attention(is_fp32), ["bf16"], shape=(8, 8, 8), budgets=0.05)
     if is_fp32:
         assert verdicts(report) == {"bf16": "inconclusive"}
         return
@@ -127,11 +115,7 @@ def make_accumulation(recipe, seed):
     model = Perceptron()
     apply = recipe.wrap(model).apply
     x = 1 + batches((1024, 8), 4)(seed)
-    state = jaxmp.TrainState.create(
-        apply_fn=apply,
-        params=model.init(jax.random.key(seed), x[0]),
-        tx=recipe.optimizer(optax.adam(1e-2)),
-    )
+    state = new_state(model.init(jax.random.key(seed), x[0]), recipe, optax.adam(1e-2))
 
     def loss_fn(params, x):
         return jnp.mean((apply(params, x) - 2) ** 2)
@@ -183,9 +167,7 @@ class Normalized(nn.Module):
 @EXPENSIVE
 def test_16_bit_batch_norm_statistics(is_fp32):
     seeds = 4 if is_fp32 else 2  # the interval of two seeds is too wide for a pass
-    report = run(
-        Normalized(is_fp32), ["bf16"], squared_error, (64, 8), optax.adam(3e-3), seeds=seeds
-    )
+    report = run(Normalized(is_fp32), ["bf16"], rate=3e-3, seeds=seeds)
     if is_fp32:
         assert verdicts(report) == {"bf16": "pass"}
         return
@@ -215,7 +197,7 @@ def cross_entropy(model, x):
 @pytest.mark.parametrize("size", [pytest.param(1.0, marks=EXPENSIVE), 30.0])
 @EXPENSIVE
 def test_fp8_head_with_large_weights(size):
-    report = run(Head(size), ["fp8"], cross_entropy, (256, 16), optax.adam(1e-4), budgets=0.1)
+    report = run(Head(size), ["fp8"], cross_entropy, (256, 16), rate=1e-4, budgets=0.1)
     if size == 1:
         assert verdicts(report) == {"fp8": "inconclusive"}
         return
@@ -228,13 +210,7 @@ def test_fp8_head_with_large_weights(size):
 
 @EXPENSIVE
 def test_float16_overflow():
-    report = run(
-        Perceptron(),
-        ["fp16"],
-        lambda model, x: squared_error(model, 1e5 * x),
-        (64, 8),
-        optax.adam(1e-3),
-    )
+    report = run(Perceptron(), ["fp16"], lambda model, x: squared_error(model, 1e5 * x))
     assert "the output of hidden is not finite" in first_line(report, "fp16")
 
 
@@ -250,15 +226,12 @@ def test_moments_in_float16_underflow():
         def loss_fn(params, x):
             return squared_error(lambda x: recipe.wrap(model).apply(params, x), x)
 
-        def evaluate(state):
-            return {"loss": loss_fn(state.params, stream(99)[0])}
-
-        create = jaxmp.TrainState.create
+        evaluate = lambda state: {"loss": loss_fn(state.params, stream(99)[0])}
         if recipe.master == "none":  # a loop written by hand
             params = jax.tree.map(lambda p: p.astype(jnp.float16), params)
             state = flax_train_state.TrainState.create(apply_fn=None, params=params, tx=tx)
         else:
-            state = create(apply_fn=None, params=params, tx=recipe.optimizer(tx))
+            state = new_state(params, recipe, tx)
 
         def step(state, x):
             if isinstance(state, flax_train_state.TrainState):
@@ -283,7 +256,7 @@ def test_steps_skipped_by_a_loss_scale_that_is_too_large():
     scale = jaxmp.DynamicLossScale(2.0**40, max_scale=2.0**40)
     large, static = FP16.replace(loss_scale=scale), FP16.replace(loss_scale=2.0**40)
     candidates = {"large": large, "static": static}
-    report = run(Perceptron(), candidates, squared_error, (64, 8), optax.adam(3e-2), seeds=1)
+    report = run(Perceptron(), candidates, rate=3e-2)
     assert report["static"].headline.startswith(
         "static FAILS: 100 % of the steps were skipped with a loss scale of 1.09951e+12; "
     )
@@ -294,7 +267,7 @@ def test_steps_skipped_by_a_loss_scale_that_is_too_large():
     assert 2.0 <= scale < 2.0**40
     assert cause.fix == f"recipe = recipe.replace(loss_scale=jaxmp.DynamicLossScale({scale:g}))"
     remedy = {"remedy": eval(cause.fix.partition("= ")[2], {"recipe": large, "jaxmp": jaxmp})}
-    report = run(Perceptron(), remedy, squared_error, (64, 8), optax.adam(3e-2), seeds=1)
+    report = run(Perceptron(), remedy, rate=3e-2)
     assert verdicts(report) == {"remedy": "inconclusive"} and report["remedy"].training.skipped == 0
 
 
@@ -306,7 +279,7 @@ def test_a_loss_in_bfloat16():
         return losses.astype(jnp.float32).mean()
 
     narrow = BF16.replace(policies="p=f32,c=bf16,o=bf16")
-    report = run(Perceptron(), {"narrow": narrow}, loss_fn, (64, 8), optax.adam(1e-2))
+    report = run(Perceptron(), {"narrow": narrow}, loss_fn, rate=1e-2)
     where = line_of("logits = 300 + model(x)")
     expected = f"narrow FAILS: an operation in bfloat16 in (root) {where}, which alone "
     assert first_line(report, "narrow").startswith(expected)
@@ -323,7 +296,7 @@ class Edges(nn.Module):
 
 def test_the_gradient_of_indexing_sums_in_bfloat16():
     loss_fn = lambda model, x: jnp.square(model(x).astype(jnp.float32) - 3).mean()
-    report = run(Edges(), [BF16], loss_fn, (4, 8), optax.sgd(0.1))
+    report = run(Edges(), [BF16], loss_fn, (4, 8), optimizer=optax.sgd(0.1))
     cause = f"a sum or product in bfloat16 in (root) {line_of('nodes[jnp.arange')}, which alone"
     assert f"bf16 FAILS: {cause} changes the gradient by" in first_line(report, "bf16")
     assert "Accumulate the gradient in FP32" in report["bf16"].causes[0].fix
@@ -340,7 +313,7 @@ class Waves(nn.Module):
 
 @EXPENSIVE
 def test_angles_in_bfloat16():
-    report = run(Waves(), ["bf16"], squared_error, (64, 8), optax.adam(1e-3))
+    report = run(Waves(), ["bf16"])
     line = first_line(report, "bf16")
     # The input is rounded first, and angles 1,000 times as large have that error.
     assert line.startswith("bf16 FAILS: the batch is rounded to bfloat16 in (root) (test_validate")
