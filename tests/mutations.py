@@ -1941,6 +1941,12 @@ in programs for a GPU, counters read the flag of zero gradients as that of appli
 + return is_zero != 0, first, applied != 0
 test_skipped_steps.py::test_programs_for_a_gpu_count_the_same
 
+a line search differentiates without the loss scale, and each device searches alone
+-     if is_plain or settings.is_noted:
++     if True:
+test_optim_optax.py::test_line_searches_differentiate_with_the_loss_scale
+test_optim_optax.py::test_devices_agree_on_a_line_search
+
 a train state applies steps whose overflow a transformation hides
 -         if state.settings.is_noted:
 +         if False:
