@@ -1444,6 +1444,11 @@ plan: a recipe is recommended for a gain within the error of the roofline
 + _value(best)
 test_plan.py::test_the_recommendation_names_bytes_and_formats
 
+plan: a recipe is recommended although jaxmp warns of its program
+- if row.fits and not row.lacking and not row.warning]
++ if row.fits and not row.lacking]
+test_plan.py::test_a_program_without_a_loss_scale_is_not_recommended
+
 plan: a remark is repeated for each program
 - remarks.setdefault(remark, [])
 + remarks.setdefault(remark + '.' * len(remarks), [])
