@@ -621,6 +621,18 @@ def test_a_script_runs_until_its_step_has_failed(watch):
     assert report.reproduced and report.argument == "x", result
 
 
+def test_a_state_that_no_step_has_written_comes_from_its_initialization(watch):
+    text = "import jax, jax.numpy as jnp\nstep = jax.jit(jax.grad(lambda w: (w @ w).sum()))\n"
+    text += "step(jnp.ones((2, 2)) / 0)"
+    result = watch("locate", compile(text, "first.py", "exec"))
+    report = jaxmp.typing.NonfiniteReport.from_json(result["report"])
+    assert report.message.startswith("Before the first step, elements of the parameter w")
+    line = report.fix.rpartition("\n")[2].strip()
+    with pytest.raises(FloatingPointError):
+        exec(f"import jax\n{line}\n{text}")
+    jax.config.update("jax_debug_infs", False)
+
+
 PLANNED = """
 import jax, jax.numpy as jnp, jaxmp
 autocast = jaxmp.autocast(lambda w, x: x @ w, jaxmp.load_recipe(jaxmp.load_recipe("bf16")))

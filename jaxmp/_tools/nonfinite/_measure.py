@@ -24,6 +24,9 @@ _SMALLEST_SCALE = 2.0**-14
 # Names of roles in reports that differ from them.
 _ROLES = {_roles.FP8: "FP8 state", _roles.LOSS_SCALE: "loss scale"}
 
+# Fields of Flax's train states and optimizers, and of the states of optax.
+_COUNTS = {"step", "count"}
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ArgumentRow:
@@ -64,6 +67,16 @@ def bad_arguments(traced: _trace.Traced) -> dict[int, ArgumentRow]:
             count=len(bad),
         )
     return rows
+
+
+def is_first_step(traced: _trace.Traced) -> bool:
+    """Returns True if the state counts its steps, and has counted none."""
+    counts = [
+        leaf.value
+        for leaf in traced.leaves
+        if _COUNTS.intersection(_core.path_names(leaf.path)[-2:]) and np.ndim(leaf.value) == 0
+    ]
+    return bool(counts) and not any(map(int, counts))
 
 
 def check_usable(traced: _trace.Traced) -> None:
