@@ -614,6 +614,39 @@ def test_the_memory_of_a_script_is_that_of_its_largest_step(watch):
     assert estimate.function == "actor_step" and estimate.fits
 
 
+DEFINED = """
+import functools, equinox as eqx, jax, jax.numpy as jnp
+loss = lambda w, x: jnp.square(x @ w).sum()
+class Step(eqx.Module):
+    def __call__(self, w, x):
+        return w - jax.grad(loss)(w, x)
+    def update(self, w, x):
+        return w - jax.grad(loss)(w, x)
+def scaled_step(rate, w, x):
+    return w - rate * jax.grad(loss)(w, x)
+x = jnp.ones((1, 4, 4))
+jax.eval_shape(jax.grad(loss), x[0], x[0])
+"""
+# Expression that makes a step -> the name and the line of the user's function.
+DEFINED_BY = {
+    "jax.jit(Step())": "Step (step.py:5)",
+    "eqx.filter_jit(Step())": "Step (step.py:5)",
+    "eqx.filter_jit(Step().update)": "update (step.py:7)",
+    "eqx.filter_jit(functools.partial(scaled_step, 0.1))": "scaled_step (step.py:9)",
+    "eqx.filter_pmap(Step().update)": "update (step.py:7)",
+}
+
+
+@pytest.mark.parametrize("step", DEFINED_BY)
+def test_a_step_has_the_name_and_line_of_the_function_of_the_user(watch, step):
+    x = "x, x" if "pmap" in step else "x[0], x[0]"
+    code = compile(f"{DEFINED}({step})({x})", "step.py", "exec")
+    result = watch("memory", code, target=None)
+    assert result["sentence"].startswith(f"Function {DEFINED_BY[step]}")
+    estimate = jaxmp.typing.MemoryEstimate.from_json(result["report"])
+    assert estimate.function == DEFINED_BY[step].partition(" ")[0]
+
+
 def test_a_script_runs_until_its_step_has_failed(watch):
     text = ACTOR.replace("critic_step(critic, x)", "critic_step(critic, x / (n != 4))")
     result = watch("locate", compile(text, "locate.py", "exec"))
