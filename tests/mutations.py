@@ -126,6 +126,11 @@ bias and mask decide separately whether a query sees a key
 test_attention_cudnn.py::test_left_padding_by_a_bias_of_minus_infinity
 """,
     "jaxmp/_autocast/__init__.py": r"""
+autocast: a gradient inside of the function is not checked
+- is_unscaled = interpreter.has_backward and not scaled
++ is_unscaled = False and not scaled
+test_hints.py::test_a_gradient_inside_of_autocast_is_checked_too
+
 a function whose matmuls are all in a custom_vjp gets no warning
 -  or interpreter.uncast_text(name)
 test_autocast.py::test_a_function_with_all_matmuls_in_a_custom_vjp_warns
