@@ -197,8 +197,14 @@ def name_of(function: Any) -> str:
     return owner if name == "__call__" else name
 
 
+def definition_of(function: Any) -> tuple[str, int]:
+    """Returns (file, line) of a function's definition; ("", 0) if it is not known."""
+    code = getattr(python_function(function), "__code__", None)
+    return ("", 0) if code is None else (code.co_filename, code.co_firstlineno)
+
+
 def _inside(function: Any) -> Any:
-    names = "__wrapped__", "func", "fun", "f", "_fun"
+    names = "__wrapped__", "__func__", "func", "fun", "f", "_fun"
     for _ in range(16):
         inner = next(filter(callable, (getattr(function, name, None) for name in names)), None)
         if inner is None:

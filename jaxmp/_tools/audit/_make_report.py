@@ -138,7 +138,7 @@ def make_report(
         findings += [f for function in _checks.ON_COMPILED for f in function(program, auditor)]
         rows = compilation._asdict() | {"gpu": _gpu_text(compiled)}
         del rows["origins"]
-    recipe, definition = auditor.context.recipe, _definition(function)
+    recipe, definition = auditor.context.recipe, _watch_jit.definition_of(function)
     notes = (*auditor.notes, *rows.pop("notes", ()), *_target_notes(chip, recipe))
     matmuls = (
         MatmulRow(module=module_of(names), phase=phase, lhs=lhs, rhs=rhs, flops=flops, count=count)
@@ -317,12 +317,6 @@ def _with_line(finding: Finding, definition: tuple[str, int]) -> Finding:
     if not finding.file:
         return dataclasses.replace(finding, file=definition[0], line=definition[1])
     return dataclasses.replace(finding, text=linecache.getline(finding.file, finding.line).strip())
-
-
-def _definition(function: Callable[..., Any]) -> tuple[str, int]:
-    """Returns (file, line) of a function's definition; ("", 0) if it is not known."""
-    code = getattr(_watch_jit.python_function(function), "__code__", None)
-    return ("", 0) if code is None else (code.co_filename, code.co_firstlineno)
 
 
 def _sort_key(finding: Finding) -> tuple[int, int, int]:

@@ -182,7 +182,7 @@ class Watcher:
     def _missed(self) -> list[str]:
         """Returns the steps that the script defines, and has not called."""
         every = self.watched.values()
-        called = {_jitted.function_of(w.call.source) for w in every}
+        called = {w.call.source for w in every}
         names = {w.call.name for w in every if w.call.source is None}
         names.update(*(w.inner for w in every))
         missed = _jitted.defined_steps().items()
