@@ -1375,8 +1375,8 @@ test_nonfinite.py::test_divergence_in_fp32_has_no_other_cause
 """,
     "jaxmp/_tools/nonfinite/_locate.py": r"""
 locate: a state that no step has written comes from an earlier step
-- is_first=is_first or _measure.is_first_step(traced)
-+ is_first=False
+- is_first = _measure.is_first_step(self.traced)
++ is_first = False
 test_audit_script.py::test_a_state_that_no_step_has_written_comes_from_its_initialization
 
 locate: gradients that the optimizer checks do not count

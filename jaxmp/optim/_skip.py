@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import importlib
 from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple, NoReturn
 
@@ -15,7 +16,7 @@ from jax import lax
 
 from jaxmp import _core
 from jaxmp._core import AxisNames, PyTree, _compat
-from jaxmp._gradients import _dynamic_loss_scale, _loss_scale, _value_and_grad
+from jaxmp._gradients import _dynamic_loss_scale, _loss_scale
 from jaxmp._gradients._hints import is_in_loss
 from jaxmp.errors import CompositionError
 from jaxmp.optim import _assign
@@ -360,8 +361,10 @@ def with_scaled_losses(extra_args: dict[str, Any], state: SkipNonfiniteState) ->
     is_plain = isinstance(scale, _loss_scale.NoLossScale) and not settings.axis_name
     if is_plain or settings.is_noted:
         return extra_args
+    # It loads many modules.
+    module = importlib.import_module("jaxmp._gradients._value_and_grad")
     options = settings.options() | {"loss_scale": scale}
-    change = functools.partial(_value_and_grad.differentiable, **options)
+    change = functools.partial(module.differentiable, **options)
     losses = {key: fn for key, fn in extra_args.items() if key in _LOSSES and callable(fn)}
     return extra_args | {key: change(fn) for key, fn in losses.items()}
 

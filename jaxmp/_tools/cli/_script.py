@@ -28,7 +28,7 @@ from jaxmp._core import _compat
 from jaxmp._core._compat import _watch_jit
 from jaxmp._policies import _recipe
 from jaxmp._tools.audit import _audit, _jitted
-from jaxmp._tools.nonfinite import _locate, _measure
+from jaxmp._tools.nonfinite import _measure
 from jaxmp._tools.plan import PlanReport, _programs
 from jaxmp._tools.report._views import Report
 from jaxmp.errors import AuditError, JaxmpError
@@ -284,8 +284,8 @@ class Watcher:
                 )
             # The last step, or the one before it, whose results the last one has received.
             is_first = sum(w.calls for w in self.watched.values() if w.takes_gradients) == 1
-            calls = [(call.function, call.args, call.kwargs) for call in self.calls]
-            reports = [_locate.locate(*call, is_first=is_first) for call in calls]
+            with _compat.assigned(_measure.first_step, is_first):
+                reports = [jaxmp.locate_nonfinite(*_positional(call)) for call in self.calls]
             return next((each for each in reports if each.reproduced), reports[-1])
         if self.tool == "plan":
             self._check_recipes()

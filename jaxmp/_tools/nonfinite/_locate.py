@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import linecache
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
 
 from jaxmp import _programs
@@ -181,22 +181,10 @@ def locate_nonfinite(
       >>> report.cause, report.index
       ('log_of_zero', (1,))
     """
-    return locate(step, args, kwargs, try_fixes=try_fixes)
-
-
-def locate(
-    step: Callable[..., Any],
-    args: Sequence[Any],
-    kwargs: dict[str, Any],
-    *,
-    try_fixes: bool = True,
-    is_first: bool = False,
-) -> NonfiniteReport:
-    """Runs `locate_nonfinite` on a step, of which the caller may know that it is the first one."""
     _trace.check_function(step, "locate_nonfinite")
     traced = _trace.trace(step, args, kwargs)
     _measure.check_usable(traced)
-    search = _Search(traced, is_first=is_first or _measure.is_first_step(traced))
+    search = _Search(traced)
     report = search.report()
     fix, edits = _trial.unified(report.fix, report.file, report.line, search.edits)
     report = dataclasses.replace(report, fix=_source.with_names_of(report.file, report.fix))
@@ -222,8 +210,7 @@ def locate(
 class _Search:
     """Search in one traced step."""
 
-    def __init__(self, traced: _trace.Traced, *, is_first: bool = False) -> None:
-        self.is_first = is_first
+    def __init__(self, traced: _trace.Traced) -> None:
         self.traced, self.scale = traced, _measure.scale_of(traced)
         self.program = _record.Program(_record.Recorder(), traced.closed)
         # The expressions that the fix replaces.
@@ -255,7 +242,8 @@ class _Search:
             return NonfiniteReport(reproduced=True, message=message, **fields)
         if isinstance(origin.source, Argument):
             row = bad[origin.source.number]
-            cause = _causes.cause_of_argument(row, is_first=self.is_first)
+            is_first = _measure.is_first_step(self.traced)
+            cause = _causes.cause_of_argument(row, is_first=is_first)
             fields |= {"argument": row.name, "index": row.index}
         else:
             source, shown = origin.source, origin.operation
