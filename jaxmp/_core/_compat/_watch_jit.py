@@ -102,8 +102,8 @@ def watch_jit(on_call: Callable[[JitCall], bool], *, run_all: bool = False) -> I
             name, source = getattr(outer, "__name__", params["name"]), python_function(outer)
             if source is None:
                 inner = filter(None, map(python_function, _contained(outer, args)))
-                source = next((f for f in inner if name_of(f) == name), None)
-            name = name if source is None else name_of(source)
+                source = next((f for f in inner if title_of(f) == name), None)
+            name = name if source is None else title_of(source)
             is_chosen = on_call(JitCall(*call, name, source, jaxpr))
             if is_chosen and (run_all or not _has_keys(jaxpr)):
                 # Storing the jaxpr keeps its id valid.
@@ -188,7 +188,7 @@ def python_function(function: Any) -> Callable[..., Any] | None:
     return function if code is not None and code.co_name == function.__name__ else None
 
 
-def name_of(function: Any) -> str:
+def title_of(function: Any) -> str:
     """Returns the name of the user's function inside of wrappers, or the class of an object."""
     source = python_function(function)
     if source is None:

@@ -111,7 +111,7 @@ def defined_steps() -> dict[FunctionType, str]:
     jitted = [item for item in gc.get_objects() if type(item).__name__ in _JITTED]
     functions = filter(_is_own, map(_watch_jit.python_function, jitted))
     steps = (f for f in functions if not _OF_STEPS.isdisjoint(_names(f)))
-    return {step: f"{_watch_jit.name_of(step)} ({_place([_definition(step)])})" for step in steps}
+    return {step: f"{_watch_jit.title_of(step)} ({_place([_definition(step)])})" for step in steps}
 
 
 def _is_own(function: Any) -> TypeGuard[FunctionType]:

@@ -146,7 +146,7 @@ def make_report(
     )
     findings = [_with_line(finding, definition) for finding in findings]
     return AuditReport(
-        function=_watch_jit.name_of(function),
+        function=_watch_jit.title_of(function),
         target="" if chip is None else chip.name,
         recipe="" if recipe is None else recipe.name,
         findings=tuple(sorted(findings, key=_sort_key)),

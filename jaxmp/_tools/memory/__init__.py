@@ -211,7 +211,7 @@ def estimate_memory(
     """
     _trace.check_function(fn, "estimate_memory")
     chip = None if target is None else _core.get_target(target)
-    name, share = _watch_jit.name_of(fn), _core.usable_share()
+    name, share = _watch_jit.title_of(fn), _core.usable_share()
     folder = folder_of(cache)
     compiler, reason, unknown = "", "", ()
     with contextlib.ExitStack() as stack:

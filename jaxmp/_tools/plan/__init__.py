@@ -100,7 +100,7 @@ def plan(
                 yield program.largest() if batches == _LARGEST else program.measure(size)
                 on_end()
 
-    return make_plan(_watch_jit.name_of(make_step), measure(), prices, rates)
+    return make_plan(_watch_jit.title_of(make_step), measure(), prices, rates)
 
 
 def make_plan(
