@@ -5,7 +5,17 @@ from __future__ import annotations
 __version__ = "0.1.0"
 
 import importlib as _importlib
+import sys as _sys
 import typing as _typing
+
+try:
+    _importlib.import_module("jax")
+except ValueError as _error:
+    # JAX refuses the value of an environment variable. A command ends with one line.
+    if _sys.argv[0].rpartition("/")[2] not in ("-m", "jaxmp"):
+        raise
+    print(f"jaxmp: JAX: {_error}. Correct the variable, or unset it.", file=_sys.stderr)
+    _sys.exit(2)
 
 from jaxmp import errors, fp8, functional, optim, typing
 from jaxmp._core import default_target

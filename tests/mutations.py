@@ -126,6 +126,11 @@ bias and mask decide separately whether a query sees a key
 test_attention_cudnn.py::test_left_padding_by_a_bias_of_minus_infinity
 """,
     "jaxmp/_autocast/__init__.py": r"""
+autocast: a gradient inside of the function is not checked
+- if interpreter.has_backward and not scaled:
++ if False:
+test_hints.py::test_a_gradient_inside_of_autocast_is_checked_too
+
 a function whose matmuls are all in a custom_vjp gets no warning
 -  or interpreter.uncast_text(name)
 test_autocast.py::test_a_function_with_all_matmuls_in_a_custom_vjp_warns
@@ -189,6 +194,17 @@ full_precision does not apply
 - return _core.FLOAT32 if self.is_full_precision else self.policy.compute_dtype
 + return self.policy.compute_dtype
 test_autocast.py::test_full_precision_holds_in_both_passes
+""",
+    "jaxmp/_core/_compat/_watch_jit.py": r"""
+scripts: functions that are traced for their shapes count as called
+- if _is_untraced() and not _abstract.get():
++ if _is_untraced():
+test_audit_script.py::test_a_step_has_the_name_and_line_of_the_function_of_the_user
+
+scripts: a step has the name of a wrapper of Equinox
+- source = next((f for f in inner if title_of(f) == name), None)
++ source = None
+test_audit_script.py::test_a_step_has_the_name_and_line_of_the_function_of_the_user
 """,
     "jaxmp/_core/_compat/__init__.py": r"""
 a program that is lowered for several platforms is compared with the first alone
@@ -1376,6 +1392,11 @@ locate: a run in FP32 does not change the cause
 test_nonfinite.py::test_divergence_in_fp32_has_no_other_cause
 """,
     "jaxmp/_tools/nonfinite/_locate.py": r"""
+locate: a state that no step has written comes from an earlier step
+- is_first = _measure.is_first_step(self.traced)
++ is_first = False
+test_audit_script.py::test_a_state_that_no_step_has_written_comes_from_its_initialization
+
 locate: gradients that the optimizer checks do not count
 - is_check = equation.primitive.name == "is_finite" and not location.differentiated
 + is_check = False
@@ -1461,6 +1482,11 @@ plan: a recipe is recommended for a gain within the error of the roofline
 - max(best.interval, default=_value(best))
 + _value(best)
 test_plan.py::test_the_recommendation_names_bytes_and_formats
+
+plan: a recipe is recommended although jaxmp warns of its program
+- if row.fits and not row.lacking and not row.warning]
++ if row.fits and not row.lacking]
+test_plan.py::test_a_program_without_a_loss_scale_is_not_recommended
 
 plan: a remark is repeated for each program
 - remarks.setdefault(remark, [])
@@ -1958,6 +1984,12 @@ in programs for a GPU, counters read the flag of zero gradients as that of appli
 - return applied != 0, first, is_zero != 0
 + return is_zero != 0, first, applied != 0
 test_skipped_steps.py::test_programs_for_a_gpu_count_the_same
+
+a line search differentiates without the loss scale, and each device searches alone
+-     if is_plain or settings.is_noted:
++     if True:
+test_optim_optax.py::test_line_searches_differentiate_with_the_loss_scale
+test_optim_optax.py::test_devices_agree_on_a_line_search
 
 a train state applies steps whose overflow a transformation hides
 -         if state.settings.is_noted:

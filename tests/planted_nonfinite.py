@@ -533,7 +533,7 @@ PLANTS = [
             step, state, batch = train(Readout(), jnp.ones((2, 4)))
             params = jax.tree.map(jnp.array, state.params)
             params["params"]["readout"]["kernel"] = jnp.ones((4, 4)).at[1, 2].set(jnp.nan)
-            return step, state.replace(params=params), batch
+            return step, state.replace(params=params, step=jnp.int32(1)), batch
         """,
         "poisoned_parameter",
         "state.params['params']['readout']['kernel']",
@@ -548,7 +548,7 @@ PLANTS = [
             opt_state = tx.init(params)
             nu = jax.tree.map(jnp.array, opt_state[0].nu)
             nu["params"]["readout"]["bias"] = jnp.zeros(4).at[3].set(jnp.inf)
-            opt_state = (opt_state[0]._replace(nu=nu), *opt_state[1:])
+            opt_state = (opt_state[0]._replace(nu=nu, count=jnp.int32(1)), *opt_state[1:])
 
             @jax.jit
             def step(params, opt_state, x):
@@ -576,7 +576,7 @@ PLANTS = [
             bad = lambda path, x: x * jnp.nan if "kernel" in str(path) else x
             name = "_overwrite_with_gradient"
             fp8 = jax.tree_util.tree_map_with_path(bad, state.params[name])
-            return step, state.replace(params={**state.params, name: fp8}), batch
+            return step, state.replace(params={**state.params, name: fp8}, step=jnp.int32(1)), batch
         """,
         "fp8_scale",
         "_overwrite_with_gradient",

@@ -21,7 +21,7 @@ from jaxmp._tools.audit import _jitted
 from jaxmp._tools.audit._jitted import defined_steps, has_backward, updates_state
 from jaxmp._tools.audit._report import AuditReport
 from jaxmp._tools.cli import _script
-from jaxmp.errors import AuditError
+from jaxmp.errors import AuditError, RecipeWarning
 
 ROOT = Path(__file__).parents[1]
 
@@ -302,10 +302,10 @@ def test_a_module_runs_as_after_python_m(run, folder):
     [
         ("import jax\nraise KeyError('gone')", "the script raised KeyError before its train step"),
         ("import os\nos.kill(os.getpid(), 9)", "train.py ended (status -9) before its train step"),
-        ("raise OSError", "Error: train.py raised OSError, and did not import JAX."),
+        ("from . import x", "(run a module of a package with --script -m train)"),
         pytest.param(
-            "import jax, sys\nsys.exit(3)",
-            "the script exited with status 3 before its train step",
+            "import jax, sys\nsys.exit('no data')",
+            "the script exited with status 1 (no data) before its train step",
             marks=EXPENSIVE,
         ),
         pytest.param(
@@ -614,11 +614,56 @@ def test_the_memory_of_a_script_is_that_of_its_largest_step(watch):
     assert estimate.function == "actor_step" and estimate.fits
 
 
+DEFINED = """
+import functools, equinox as eqx, jax, jax.numpy as jnp
+loss = lambda w, x: jnp.square(x @ w).sum()
+class Step(eqx.Module):
+    def __call__(self, w, x):
+        return w - jax.grad(loss)(w, x)
+    def update(self, w, x):
+        return w - jax.grad(loss)(w, x)
+def scaled_step(rate, w, x):
+    return w - rate * jax.grad(loss)(w, x)
+x = jnp.ones((1, 4, 4))
+jax.eval_shape(jax.grad(loss), x[0], x[0])
+"""
+# Expression that makes a step -> the name and the line of the user's function.
+DEFINED_BY = {
+    "jax.jit(Step())": "Step (step.py:5)",
+    "eqx.filter_jit(Step())": "Step (step.py:5)",
+    "eqx.filter_jit(Step().update)": "update (step.py:7)",
+    "eqx.filter_jit(functools.partial(scaled_step, 0.1))": "scaled_step (step.py:9)",
+    "eqx.filter_pmap(Step().update)": "update (step.py:7)",
+}
+
+
+@pytest.mark.parametrize("step", DEFINED_BY)
+def test_a_step_has_the_name_and_line_of_the_function_of_the_user(watch, step):
+    x = "x, x" if "pmap" in step else "x[0], x[0]"
+    code = compile(f"{DEFINED}({step})({x})", "step.py", "exec")
+    result = watch("memory", code, target=None)
+    assert result["sentence"].startswith(f"Function {DEFINED_BY[step]}")
+    estimate = jaxmp.typing.MemoryEstimate.from_json(result["report"])
+    assert estimate.function == DEFINED_BY[step].partition(" ")[0]
+
+
 def test_a_script_runs_until_its_step_has_failed(watch):
     text = ACTOR.replace("critic_step(critic, x)", "critic_step(critic, x / (n != 4))")
     result = watch("locate", compile(text, "locate.py", "exec"))
     report = jaxmp.typing.NonfiniteReport.from_json(result["report"])
     assert report.reproduced and report.argument == "x", result
+
+
+def test_a_state_that_no_step_has_written_comes_from_its_initialization(watch):
+    text = "import jax, jax.numpy as jnp\nstep = jax.jit(jax.grad(lambda w: (w @ w).sum()))\n"
+    text += "step(jnp.ones((2, 2)) / 0)"
+    result = watch("locate", compile(text, "first.py", "exec"))
+    report = jaxmp.typing.NonfiniteReport.from_json(result["report"])
+    assert report.message.startswith("Before the first step, elements of the parameter w")
+    line = report.fix.rpartition("\n")[2].strip()
+    with pytest.raises(FloatingPointError):
+        exec(f"import jax\n{line}\n{text}")
+    jax.config.update("jax_debug_infs", False)
 
 
 PLANNED = """
@@ -631,9 +676,11 @@ step(jnp.ones((4, 4)), jnp.ones((4, 4)))
 
 def test_a_plan_replaces_the_recipe_of_a_script(watch):
     settings = {"recipe": "fp16", "targets": ["v100"], "cache": None, "hosts": None, "links": {}}
-    result = watch("plan", compile(PLANNED, "plan.py", "exec"), **settings)
+    with pytest.warns(RecipeWarning, match="without a loss scale"):
+        result = watch("plan", compile(PLANNED, "plan.py", "exec"), **settings)
     (row,) = jaxmp.typing.PlanReport.from_json(result["report"]).rows
     assert (row.recipe, row.fits, row.lacking, row.bound) == ("fp16", True, "", None)
+    assert "without a loss scale" in row.warning
     other = PLANNED.replace('jaxmp.load_recipe(jaxmp.load_recipe("bf16"))', '"bf16"')
     with pytest.raises(
         AuditError, match=r"does not call jaxmp\.load_recipe, [^:]*:\n    def make_step"

@@ -274,6 +274,14 @@ def test_without_the_extra_it_says_what_to_install(package):
     )
 
 
+def test_a_variable_that_jax_refuses_is_one_sentence():
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_ENABLE_X64": "maybe"}
+    command = [sys.executable, "-m", "jaxmp", "recipes"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 2 and done.stderr.count("\n") == 1
+    assert "invalid truth value 'maybe' for environment 'JAX_ENABLE_X64'" in done.stderr
+
+
 def test_a_deleted_directory_is_one_sentence(tmp_path):
     done = subprocess.run(
         f"mkdir gone; cd gone; rmdir ../gone; {sys.executable} -m jaxmp recipes",

@@ -240,6 +240,14 @@ def test_a_function_under_autocast_is_checked_too():
         assert len(hints_of(lambda: jax.grad(loss_fn)(jnp.ones((8, 2))))) == count
 
 
+@pytest.mark.parametrize("scale", [None, 8.0])
+def test_a_gradient_inside_of_autocast_is_checked_too(scale):
+    loss_fn = lambda w: jnp.sum(X @ w)
+    gradient = jaxmp.autocast(jaxmp.grad(loss_fn, loss_scale=scale), "fp16")
+    for count in (scale is None, 0):
+        assert len(hints_of(lambda: gradient(jnp.ones((8, 2))))) == count
+
+
 def test_the_state_of_a_hint_causes_no_retrace():
     recipe, traces = jaxmp.load_recipe("fp16"), []
     states = [recipe.optimizer(optax.sgd(0.1)).init(jnp.ones(2)) for _ in range(2)]

@@ -699,6 +699,7 @@ def make_step():
     assert code == 1, error
     fields = json.loads(out)
     assert (fields["cause"], fields["index"]) == ("poisoned_moment", [1])
+    assert fields["message"].startswith("Before the first step")
     assert "mu" in fields["argument"] and "bias" in fields["argument"]
 
 

@@ -137,6 +137,39 @@ def test_optimizers_of_optax_follow_plain_fp32_training(name):
         )
 
 
+SEARCH = relaxed(optax.scale_by_backtracking_linesearch(3, store_grad=True))
+
+
+@pytest.mark.parametrize("around", [False, True])
+def test_line_searches_differentiate_with_the_loss_scale(around):
+    tx, recipe = optax.sgd(1.0), jaxmp.load_recipe("fp16")
+    chain = lambda tx: optax.chain(tx, SEARCH)
+    tx = chain(recipe.optimizer(tx)) if around else recipe.optimizer(chain(tx))
+    small = lambda w: jnp.sum(w.astype(jnp.float16)).astype(jnp.float32) * 1e-9
+    state = jaxmp.TrainState.create(apply_fn=None, params=jnp.ones(2), tx=tx)
+    loss, grads = state.value_and_grad(small)()
+    extra_args = {"value": loss, "grad": grads, "value_fn": small}
+    state = state.apply_gradients(grads=grads, extra_args=extra_args)
+    stored = optax.tree.get(state.opt_state, "grad")
+    np.testing.assert_allclose(stored, np.full(2, 1e-9, np.float32), rtol=1e-3)
+
+
+def test_devices_agree_on_a_line_search():
+    tx = optax.chain(optax.sgd(1e-3), SEARCH)
+    tx = jaxmp.load_recipe("fp32").optimizer(tx, axis_name="data")
+    state = jaxmp.TrainState.create(apply_fn=None, params=jnp.ones(2), tx=tx)
+    distance_to = lambda w, x: jnp.sum((w - x) ** 4)
+
+    def step(x):
+        loss, grads = state.value_and_grad(distance_to)(x)
+        extra_args = {"value": loss, "grad": grads, "value_fn": distance_to, "x": x}
+        return state.apply_gradients(grads=grads, extra_args=extra_args).params
+
+    first, second = jax.vmap(step, axis_name="data")(jnp.array([[1.0, 1.0], [9.0, 9.0]]))
+    np.testing.assert_array_equal(first, second)
+    assert np.any(first != 1)
+
+
 LOOKAHEAD_SGD = relaxed(optax.lookahead(optax.sgd(0.1), 2, 0.5))
 
 

@@ -21,7 +21,7 @@ from jaxmp._tools.plan import _programs
 from jaxmp._tools.plan._bound import MEASURED, cost_of, error_of, shares_of
 from jaxmp._tools.plan._programs import Candidate, relative
 from jaxmp._tools.plan._report import PlanChoice, PlanRow, recommend
-from jaxmp.errors import AuditError, JaxmpError, TargetError
+from jaxmp.errors import AuditError, JaxmpError, RecipeWarning, TargetError
 from jaxmp.typing import AuditReport, PlanReport
 
 RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
@@ -120,6 +120,18 @@ def test_without_a_compiler_the_memory_is_estimated():
     assert "fp16" in text and "not compiled" in text
     assert PlanReport.from_json(report.to_json()) == report
     assert "<table" in report.to_html()
+
+
+def make_unscaled(recipe):
+    matmul = jaxmp.autocast(lambda w, x: jnp.sum(x @ w), recipe)
+    return jax.grad(matmul), jnp.ones((4, 4)), jnp.ones((4, 4))
+
+
+def test_a_program_without_a_loss_scale_is_not_recommended():
+    with pytest.warns(RecipeWarning, match="without a loss scale"):
+        report = jaxmp.plan(make_unscaled, recipes=["fp16", "fp32"], targets=["v100"])
+    assert report.choices[0].recipe == "fp32"
+    assert report.rows[0].warning in report.choices[0].reason
 
 
 def test_equal_remarks_are_one_row_and_a_chip_without_a_program_comes_first():
@@ -281,6 +293,11 @@ def test_the_recommendation_names_bytes_and_formats():
     lacks = dataclasses.replace(row_of("fp8", 1.0), lacking="a format")
     other = recommend("h100", "bf16", [row_of("bf16", 1.0), lacks])
     assert other.reason == "fp8 computes in a format that the chip lacks."
+    warned = dataclasses.replace(row_of("fp8", 0.5), warning="It has no loss scale.")
+    other = recommend("h100", "bf16", [row_of("bf16", 1.0), warned])
+    assert (other.recipe, other.reason) == ("bf16", "jaxmp warns of fp8: It has no loss scale.")
+    only = recommend("h100", "bf16", [warned])
+    assert only.recipe == "" and only.reason.endswith("warns of it: It has no loss scale.")
     none = recommend("h100", "bf16", [row_of("bf16", 1.0, fits=False)])
     assert none.recipe == "" and none.check == ""
     unknown = PlanRow(recipe="bf16", target="h100", memory=10, usable=60)

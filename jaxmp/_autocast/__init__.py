@@ -27,6 +27,7 @@ from jaxmp._autocast._explain import AutocastExplanation, Recorder
 from jaxmp._autocast._flax_objects import Writing
 from jaxmp._autocast._replay import Autocast
 from jaxmp._autocast._resolve import make_config, trace
+from jaxmp._core import _compat
 from jaxmp._policies import _device, _load
 from jaxmp._policies._op_table import OpTable
 from jaxmp.fp8 import _explain
@@ -111,12 +112,15 @@ def autocast(
         _device.check_training(config.policies, lambda: (args, kwargs), mark)
         with _explain.decisions(config.policies.default.matmul == "fp8") as record:
             writing = Writing(fn, args, kwargs)
-            traced, in_custom_vjp = trace(writing, writing.arguments, {})
+            with _compat.assigned(_device._hints.scaled_losses, []) as scaled:
+                traced, in_custom_vjp = trace(writing, writing.arguments, {})
             interpreter = Autocast(config, in_custom_vjp, lists_calls=_explain.is_explained())
             arrays = interpreter.function(traced.closed, traced.arrays, writing.count)
         name = f"autocast({getattr(fn, '__name__', 'fn')}, ...)"
         if text := _explain.unused_text(name, record.rows) or interpreter.uncast_text(name):
             _core.warn_user(text, repeats=False)
+        if interpreter.has_backward and not scaled:
+            _device.check_inner_gradient(config.policies, mark)
         out, values = traced.results(arrays)
         return writing.write(out, values)
 

@@ -62,6 +62,8 @@ class Autocast(_programs.InPlace):
         # The last matmul inside a `custom_vjp`; and True if a matmul elsewhere is cast.
         self.matmul_as_written: JaxprEqn | None = None
         self.casts_matmul = False
+        # True if the function takes a gradient.
+        self.has_backward = False
 
     def function(self, closed: ClosedJaxpr, args: list[Array], states: int = 0) -> list[Array]:
         """Runs the whole function.
@@ -119,6 +121,7 @@ class Autocast(_programs.InPlace):
         place = frame.place.of(equation)
         scope_path = place.scopes
         self.seen.add(scope_path)
+        self.has_backward |= place.phase == _programs.BACKWARD
         if place.phase == _programs.BACKWARD and self.config.scaling is not None:
             scope_path = (*scope_path, _resolve.IN_BACKWARD)
         if self.is_as_written(equation):

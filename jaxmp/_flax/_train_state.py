@@ -166,7 +166,7 @@ class TrainState(struct.PyTreeNode):
             optax accept: `{"value": loss}` for `optax.polyak_sgd` and
             `optax.contrib.reduce_on_plateau`; `{"value": loss, "grad": grads, "value_fn": fn}` for
             line searches such as that of `optax.lbfgs`. Losses and gradients are unscaled, and a
-            function of the parameters is called with FP32 parameters.
+            loss is called with FP32 parameters and differentiated as by `value_and_grad`.
           **mutables: new values of other fields, such as `batch_stats=...`.
 
         Returns:

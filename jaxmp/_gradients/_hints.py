@@ -39,6 +39,9 @@ class TracedLoss(NamedTuple):
 # The loss that is being traced. Its models read it here, because no argument passes it to them.
 traced = contextvars.ContextVar[TracedLoss | None]("traced", default=None)
 
+# Filled by each loss with a scale that is traced inside of a function that autocast traces.
+scaled_losses = contextvars.ContextVar[list[bool] | None]("scaled_losses", default=None)
+
 
 def traces_of(tree: PyTree) -> frozenset[Any]:
     """Returns the traces that the leaves of a tree belong to."""
@@ -53,6 +56,8 @@ def is_in_loss(tree: PyTree) -> bool:
 
 def note_scaled(tree: PyTree) -> None:
     """Notes that the gradient to which the arrays of a tree belong has a scaled loss."""
+    if (scaled := scaled_losses.get()) is not None:
+        scaled.append(True)
     for trace in {*map(_compat.gradient_trace, jax.tree.leaves(tree))} - {None}:
         if pending := _gradients.get(trace):
             pending.detach()
@@ -71,13 +76,14 @@ def expect_scale(inputs: PyTree, mark: Mark) -> None:
     loss = traced.get()
     if trace is None and loss is not None and not loss.is_scaled:
         if not traces_of(inputs) <= loss.outer:
-            _warn_of_gradient(mark, _core.user_line())
+            warn_of_gradient(mark, _core.user_line())
     elif trace is not None and trace not in _gradients:
         # Flax NNX leaves the trace to the garbage collector; all others end with their function.
-        _gradients[trace] = weakref.finalize(trace, _warn_of_gradient, mark, _core.user_line())
+        _gradients[trace] = weakref.finalize(trace, warn_of_gradient, mark, _core.user_line())
 
 
-def _warn_of_gradient(mark: Mark, line: tuple[str, int]) -> None:
+def warn_of_gradient(mark: Mark, line: tuple[str, int]) -> None:
+    """Warns once of a float16 model or function whose gradient has no loss scale."""
     if not mark.is_checked:
         mark.is_checked = True
         message = (

@@ -11,6 +11,7 @@ import numpy as np
 
 from jaxmp import _core
 from jaxmp._core import PyTree, _compat
+from jaxmp._gradients import _hints
 from jaxmp._gradients._hints import expect_scale, traced
 from jaxmp._policies._policy import Policy
 from jaxmp._policies._required import named_dtypes
@@ -34,6 +35,12 @@ def check_training(policies: Policies, inputs: Callable[[], PyTree], mark: _core
         loss.mark.is_applied = True
     if not mark.is_checked and computes_in(policies, _core.FLOAT16):
         expect_scale(inputs(), mark)
+
+
+def check_inner_gradient(policies: Policies, mark: _core.Mark) -> None:
+    """Warns of a float16 function that takes a gradient itself, as `autocast(jax.grad(fn))`."""
+    if traced.get() is None and computes_in(policies, _core.FLOAT16):
+        _hints.warn_of_gradient(mark, _core.user_line())
 
 
 def _check_device(policies: Policies) -> None:

@@ -16,7 +16,7 @@ from jaxmp.optim._assign import assign, set_master_params, unpack_masters
 from jaxmp.optim._find import guard_of
 from jaxmp.optim._layout import MasterParamsState
 from jaxmp.optim._master import add_update
-from jaxmp.optim._skip import SkipNonfiniteState
+from jaxmp.optim._skip import SkipNonfiniteState, with_scaled_losses
 
 
 class Applied(NamedTuple):
@@ -59,6 +59,8 @@ def apply_update(
         new = dataclasses.replace(new, inner_state=inner_state, settings=settings)
         return Applied(params, new, _applied(new))
     unpacked = unpack_masters(opt_state, params)
+    if guard := guard_of(opt_state):
+        extra_args = with_scaled_losses(extra_args, guard)
     if _applied(opt_state) is not None:
         unpacked = _note_finite(unpacked, _is_finite(grads))
     updates, new_state = update(grads, unpacked, params, **extra_args)

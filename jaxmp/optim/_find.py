@@ -4,7 +4,6 @@ that no transformation around a recipe's optimizer breaks training silently.
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from typing import Any
 
@@ -84,9 +83,7 @@ def gradient_options(opt_state: PyTree, options: dict[str, Any]) -> dict[str, An
                 f"recipe.optimizer(inner, axis_name={options['axis_name']!r}), and leave it out "
                 "of value_and_grad, which then averages over this axis."
             )
-        defaults |= {"axis_name": axes, "guarded": guard.settings.guarded}
-        if guard.settings.gradients is not None:
-            defaults |= dataclasses.asdict(guard.settings.gradients)
+        defaults |= guard.settings.options()
     if "loss_scale" not in options:
         defaults["loss_scale"] = own_loss_scale(opt_state)
     return {**defaults, **options}

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import importlib
 from collections.abc import Callable, Hashable
-from typing import NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -157,6 +158,11 @@ class SkipSettings:
     is_noted: bool = False
     assigns: bool = False
 
+    def options(self) -> dict[str, Any]:
+        """Returns the arguments of `value_and_grad` that the optimizer determines."""
+        gradients = {} if self.gradients is None else dataclasses.asdict(self.gradients)
+        return {"axis_name": self.axis_name, "guarded": self.guarded, **gradients}
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
@@ -257,6 +263,7 @@ def skip_nonfinite(
     ) -> tuple[PyTree, PyTree]:
         grads = _core.cast_floating(updates, _core.FLOAT32)
         _compat.check_axes(axes)
+        extra_args = with_scaled_losses(extra_args, state)
         assigns = state.settings.assigns
         same_structure = params is None or jax.tree.structure(grads) == jax.tree.structure(params)
         pairs = zip(jax.tree.leaves(grads), jax.tree.leaves(params), strict=False)
@@ -342,6 +349,24 @@ def skip_nonfinite(
         )
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
+# Arguments of optax's transformations that are losses, which an update differentiates.
+_LOSSES = {"value_fn", "obj_fn"}
+
+
+def with_scaled_losses(extra_args: dict[str, Any], state: SkipNonfiniteState) -> dict[str, Any]:
+    """Replaces losses by those with the gradients of the train state's `value_and_grad`."""
+    settings, scale = state.settings, state.loss_scale
+    is_plain = isinstance(scale, _loss_scale.NoLossScale) and not settings.axis_name
+    if is_plain or settings.is_noted:
+        return extra_args
+    # It loads many modules.
+    module = importlib.import_module("jaxmp._gradients._value_and_grad")
+    options = settings.options() | {"loss_scale": scale}
+    change = functools.partial(module.differentiable, **options)
+    losses = {key: fn for key, fn in extra_args.items() if key in _LOSSES and callable(fn)}
+    return extra_args | {key: change(fn) for key, fn in losses.items()}
 
 
 def _in_one_array(

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import functools
 import importlib
 import importlib.util
+import inspect
 import operator
 import threading
+import types
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -15,7 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax.core import ShapedArray
 
-from jaxmp._core._compat import ClosedJaxpr, load_private
+from jaxmp._core._compat import ClosedJaxpr, assigned, load_private
 from jaxmp.errors import JaxmpError
 
 _core, _pjit, _traceback = map(
@@ -56,6 +59,8 @@ class _Wrappers(threading.local):
 
 
 _wrappers = _Wrappers()
+# True in `jax.eval_shape`, which compiles no function.
+_abstract = contextvars.ContextVar("abstract", default=False)
 
 
 @contextlib.contextmanager
@@ -81,23 +86,24 @@ def watch_jit(on_call: Callable[[JitCall], bool], *, run_all: bool = False) -> I
             "the training step itself: jaxmp.audit(train_step, state, batch)."
         )
     infer, run, pmap = pjit._infer_params, pjit._run_python_pjit, jax.pmap
+    eval_shape = jax.eval_shape
     skipped: dict[int, Any] = {}
 
     def infer_params(
         fun: Callable[..., Any], info: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         inferred = infer(fun, info, args, kwargs)
-        if _is_untraced():
+        if _is_untraced() and not _abstract.get():
             params = inferred[0].params
             jaxpr = params["jaxpr"]
             call = _wrappers.call or (pjit._cpp_pjit(fun, info), args, kwargs)
             _wrappers.call = None
-            source = python_function(call[0] if call[0] is not None else fun)
-            name = params["name"]
-            # Equinox compiles a wrapper with the name of the user's function, an argument of it.
-            named = (x for x in jax.tree.leaves(args) if getattr(x, "__name__", "") == name)
-            source = source or python_function(next(named, fun))
-            name = getattr(source, "__name__", name)
+            outer = fun if call[0] is None else call[0]
+            name, source = getattr(outer, "__name__", params["name"]), python_function(outer)
+            if source is None:
+                inner = filter(None, map(python_function, _contained(outer, args)))
+                source = next((f for f in inner if title_of(f) == name), None)
+            name = name if source is None else title_of(source)
             is_chosen = on_call(JitCall(*call, name, source, jaxpr))
             if is_chosen and (run_all or not _has_keys(jaxpr)):
                 # Storing the jaxpr keeps its id valid.
@@ -124,11 +130,18 @@ def watch_jit(on_call: Callable[[JitCall], bool], *, run_all: bool = False) -> I
         call = functools.partial(_watched(operator.call), mapped)
         return functools.update_wrapper(call, mapped)
 
+    @functools.wraps(eval_shape)
+    def abstract(*args: Any, **kwargs: Any) -> Any:
+        with assigned(_abstract, True):
+            return eval_shape(*args, **kwargs)
+
     pjit._infer_params, pjit._run_python_pjit, jax.pmap = infer_params, run_pjit, watched_pmap
+    jax.eval_shape = abstract
     try:
         yield
     finally:
         pjit._infer_params, pjit._run_python_pjit, jax.pmap = infer, run, pmap
+        jax.eval_shape = eval_shape
 
 
 def watch_nnx() -> None:
@@ -162,17 +175,57 @@ def _within(
         _wrappers.call = before
 
 
-def python_function(function: Callable[..., Any]) -> Callable[..., Any] | None:
-    """Returns the Python function inside of wrappers; None if there is none."""
-    names = "__wrapped__", "func", "fun", "f", "_fun"
+def python_function(function: Any) -> Callable[..., Any] | None:
+    """Returns the Python function inside of wrappers; None if there is none.
+
+    Of an object that can be called, it is the method `__call__` of its class.
+    """
+    function = _inside(function)
+    if not hasattr(function, "__code__") and callable(function):
+        function = _inside(type(function).__call__)
+    code = getattr(function, "__code__", None)
+    # The code of a wrapper with the name of another function does not belong to the user.
+    return function if code is not None and code.co_name == function.__name__ else None
+
+
+def title_of(function: Any) -> str:
+    """Returns the name of the user's function inside of wrappers, or the class of an object."""
+    source = python_function(function)
+    if source is None:
+        return getattr(function, "__name__", type(function).__name__)
+    *_, owner, name = ("", *source.__qualname__.split("."))
+    return owner if name == "__call__" else name
+
+
+def definition_of(function: Any) -> tuple[str, int]:
+    """Returns (file, line) of a function's definition; ("", 0) if it is not known."""
+    code = getattr(python_function(function), "__code__", None)
+    return ("", 0) if code is None else (code.co_filename, code.co_firstlineno)
+
+
+def _inside(function: Any) -> Any:
+    names = "__wrapped__", "__func__", "func", "fun", "f", "_fun"
     for _ in range(16):
         inner = next(filter(callable, (getattr(function, name, None) for name in names)), None)
         if inner is None:
             break
         function = inner
-    code = getattr(function, "__code__", None)
-    # The code of a wrapper with the name of another function does not belong to the user.
-    return function if code is not None and code.co_name == function.__name__ else None
+    return function
+
+
+def _contained(function: Any, args: tuple[Any, ...]) -> Iterator[Any]:
+    """Yields the functions in the arguments and the closure of a function.
+
+    Equinox compiles a wrapper with the name of the user's function, which is one of them, or whose
+    class is that of a tree.
+    """
+    cells = getattr(_inside(function), "__closure__", None) or ()
+    contents = [cell.cell_contents for cell in cells if cell != types.CellType()]
+    for leaf in jax.tree.leaves([args, contents], is_leaf=callable):
+        yield leaf
+        if isinstance(leaf, jax.tree_util.PyTreeDef) and (node := leaf.node_data()):
+            yield inspect.getattr_static(node[0], "__call__", None)
+            yield from jax.tree.leaves(node[1:])
 
 
 def _zeros(aval: ShapedArray, sharding: object) -> jax.Array:

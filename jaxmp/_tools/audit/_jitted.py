@@ -95,8 +95,7 @@ def _is_same(before: Any, after: Any) -> bool:
 
 def _definition(source: Callable[..., Any] | None) -> tuple[str, int]:
     """Returns the file and line of a function of the user; ("", 0) for other functions."""
-    code = getattr(source, "__code__", None)
-    return Lines().first_own([] if code is None else [(code.co_filename, code.co_firstlineno)])
+    return Lines().first_own([_watch_jit.definition_of(source)])
 
 
 def _place(places: Iterable[tuple[str, int]]) -> str:
@@ -110,18 +109,13 @@ def defined_steps() -> dict[FunctionType, str]:
     The values are texts such as "update_actor (train.py:12)".
     """
     jitted = [item for item in gc.get_objects() if type(item).__name__ in _JITTED]
-    functions = filter(_is_own, map(function_of, map(_watch_jit.python_function, jitted)))
+    functions = filter(_is_own, map(_watch_jit.python_function, jitted))
     steps = (f for f in functions if not _OF_STEPS.isdisjoint(_names(f)))
-    return {step: f"{step.__name__} ({_place([_definition(step)])})" for step in steps}
+    return {step: f"{_watch_jit.title_of(step)} ({_place([_definition(step)])})" for step in steps}
 
 
 def _is_own(function: Any) -> TypeGuard[FunctionType]:
     return isinstance(function, FunctionType) and bool(_definition(function)[0])
-
-
-def function_of(source: Any) -> Any:
-    """Returns the function of a bound method, and any other function unchanged."""
-    return getattr(source, "__func__", source)
 
 
 def _names(function: FunctionType) -> set[str]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import inspect
 import linecache
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -12,6 +11,7 @@ from typing import Any
 from jax.extend.core import JaxprEqn
 
 from jaxmp import _core, _programs
+from jaxmp._core._compat import _watch_jit
 from jaxmp._policies import _load, _policy, _resolve
 from jaxmp._programs import Frame
 from jaxmp._tools.audit import _auditor, _check_compiled, _checks, _compile, _dataflow, _hlo_stats
@@ -138,7 +138,7 @@ def make_report(
         findings += [f for function in _checks.ON_COMPILED for f in function(program, auditor)]
         rows = compilation._asdict() | {"gpu": _gpu_text(compiled)}
         del rows["origins"]
-    recipe, definition = auditor.context.recipe, _definition(function)
+    recipe, definition = auditor.context.recipe, _watch_jit.definition_of(function)
     notes = (*auditor.notes, *rows.pop("notes", ()), *_target_notes(chip, recipe))
     matmuls = (
         MatmulRow(module=module_of(names), phase=phase, lhs=lhs, rhs=rhs, flops=flops, count=count)
@@ -146,7 +146,7 @@ def make_report(
     )
     findings = [_with_line(finding, definition) for finding in findings]
     return AuditReport(
-        function=getattr(function, "__name__", type(function).__name__),
+        function=_watch_jit.title_of(function),
         target="" if chip is None else chip.name,
         recipe="" if recipe is None else recipe.name,
         findings=tuple(sorted(findings, key=_sort_key)),
@@ -317,14 +317,6 @@ def _with_line(finding: Finding, definition: tuple[str, int]) -> Finding:
     if not finding.file:
         return dataclasses.replace(finding, file=definition[0], line=definition[1])
     return dataclasses.replace(finding, text=linecache.getline(finding.file, finding.line).strip())
-
-
-def _definition(function: Callable[..., Any]) -> tuple[str, int]:
-    """Returns (file, line) of a function's definition; ("", 0) if it is not known."""
-    while isinstance(function, functools.partial):
-        function = function.func
-    code = getattr(inspect.unwrap(function), "__code__", None)
-    return ("", 0) if code is None else (code.co_filename, code.co_firstlineno)
 
 
 def _sort_key(finding: Finding) -> tuple[int, int, int]:

@@ -133,8 +133,10 @@ class Watcher:
     def __post_init__(self) -> None:
         _compat.hide_plugin_errors()
         self.lock = threading.RLock()
-        self.watching = _watch_jit.watch_jit(self._on_call, run_all=self.tool == "locate")
-        self.watching.__enter__()
+        self.watching = contextlib.ExitStack()
+        watch = _watch_jit.watch_jit(self._on_call, run_all=self.tool == "locate")
+        self.watching.enter_context(watch)
+        self.warned = self.watching.enter_context(_programs.collected_warnings())
         if self.tool == "plan":
             jaxmp.load_recipe = self._load_recipe
         timer = threading.Timer(self.max_seconds, self._stop)
@@ -180,7 +182,7 @@ class Watcher:
     def _missed(self) -> list[str]:
         """Returns the steps that the script defines, and has not called."""
         every = self.watched.values()
-        called = {_jitted.function_of(w.call.source) for w in every}
+        called = {w.call.source for w in every}
         names = {w.call.name for w in every if w.call.source is None}
         names.update(*(w.inner for w in every))
         missed = _jitted.defined_steps().items()
@@ -209,7 +211,7 @@ class Watcher:
           error: the way in which the script failed; "" if it did not.
         """
         with self.lock:
-            self.watching.__exit__(None, None, None)
+            self.watching.close()
             try:
                 result = self.result(error)
             except JaxmpError as failed:
@@ -281,11 +283,13 @@ class Watcher:
                     f"the script compiled no function that takes gradients{self.late}."
                 )
             # The last step, or the one before it, whose results the last one has received.
-            reports = [jaxmp.locate_nonfinite(*_positional(call)) for call in self.calls]
+            is_first = sum(w.calls for w in self.watched.values() if w.takes_gradients) == 1
+            with _compat.assigned(_measure.first_step, is_first):
+                reports = [jaxmp.locate_nonfinite(*_positional(call)) for call in self.calls]
             return next((each for each in reports if each.reproduced), reports[-1])
         if self.tool == "plan":
             self._check_recipes()
-            return _plan(chosen[0].call, settings)
+            return _plan(chosen[0].call, settings, next(iter(self.warned), ""))
         if self.tool == "memory":
             estimates = [jaxmp.estimate_memory(*_positional(w.call), **settings) for w in chosen]
             return max(estimates, key=lambda estimate: estimate.total)
@@ -321,7 +325,7 @@ def _positional(call: _watch_jit.JitCall) -> tuple[Any, ...]:
     return run, call.args, call.kwargs
 
 
-def _plan(call: _watch_jit.JitCall, settings: dict[str, Any]) -> PlanReport:
+def _plan(call: _watch_jit.JitCall, settings: dict[str, Any], warning: str) -> PlanReport:
     """Returns the programs of a step for each chip, with bounds in seconds."""
     recipe, cache = _recipe.load_recipe(settings["recipe"]), settings["cache"]
     rows = []
@@ -330,5 +334,5 @@ def _plan(call: _watch_jit.JitCall, settings: dict[str, Any]) -> PlanReport:
         program = _programs.Candidate(
             lambda _: _positional(call), recipe, chip, None, cache, settings["hosts"]
         )
-        rows.append(program.measure(None))
+        rows.append(dataclasses.replace(program.measure(None), warning=warning))
     return PlanReport(rows=tuple(rows))

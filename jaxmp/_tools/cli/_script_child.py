@@ -104,7 +104,8 @@ def run_child() -> None:
             runpy.run_path(arguments[0], run_name="__main__")
     except SystemExit as stop:
         if stop.code not in (None, 0):
-            error = f"exited with status {stop.code}"
+            status = stop.code if isinstance(stop.code, int) else f"1 ({stop.code})"
+            error = f"exited with status {status}"
     except Exception as failure:
         # The traceback begins in the script, as after `python script.py`.
         trace = failure.__traceback__
@@ -113,6 +114,9 @@ def run_child() -> None:
         failure.__traceback__ = trace
         sys.excepthook(type(failure), failure, trace)
         error = f"raised {type(failure).__name__}"
+        if "relative import with no known parent" in str(failure):
+            module = os.path.relpath(arguments[0]).removesuffix(".py").replace(os.sep, ".")
+            error += f" (run a module of a package with --script -m {module})"
     if watchers:
         watchers[0].finish(error)
     text = f"{arguments[0]} {error or 'ended'}, and did not import JAX."

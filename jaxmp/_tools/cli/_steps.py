@@ -385,8 +385,8 @@ def run_plan(
 ) -> None:
     """Compile a training step for recipes and chips, and recommend a recipe for each chip.
 
-    The exit status is 1 if no program fits one of the chips. A script runs once for each recipe,
-    which replaces the one that the script loads with jaxmp.load_recipe.
+    The exit status is 1 if no program fits one of the chips without a warning. A script runs once
+    for each recipe, which replaces the one that the script loads with jaxmp.load_recipe.
 
     Args:
       targets: Chips, or TOML files that describe them, separated by commas; they do not have to be

@@ -16,6 +16,7 @@ from jax.sharding import NamedSharding
 
 from jaxmp import _core
 from jaxmp._core import PyTree, _compat
+from jaxmp._core._compat import _watch_jit
 from jaxmp._tools.audit import _compile, _trace
 from jaxmp._tools.memory._cache import compiler_of, folder_of
 from jaxmp._tools.memory._liveness import Liveness, ShardedArgument
@@ -210,7 +211,7 @@ def estimate_memory(
     """
     _trace.check_function(fn, "estimate_memory")
     chip = None if target is None else _core.get_target(target)
-    name, share = getattr(fn, "__name__", ""), _core.usable_share()
+    name, share = _watch_jit.title_of(fn), _core.usable_share()
     folder = folder_of(cache)
     compiler, reason, unknown = "", "", ()
     with contextlib.ExitStack() as stack:

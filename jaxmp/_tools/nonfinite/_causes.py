@@ -414,17 +414,29 @@ _OF_ROLE = {
 }
 
 
-def cause_of_argument(row: ArgumentRow) -> NonfiniteCause:
-    """Returns the cause of an argument that is not finite."""
+def cause_of_argument(row: ArgumentRow, *, is_first: bool) -> NonfiniteCause:
+    """Returns the cause of an argument that is not finite.
+
+    Args:
+      row: the argument.
+      is_first: True if no step has changed the state yet.
+    """
     message = (
-        f"Before the step, elements of the {row.role} {row.name} are not finite ({row.count}); the "
-        f"first is {row.value:g} at {list(row.index)}."
+        f"Before the {'first ' * is_first}step, elements of the {row.role} {row.name} are not "
+        f"finite ({row.count}); the first is {row.value:g} at {list(row.index)}."
     )
     root = row.name.partition("[")[0].partition(".")[0]
     fix = (
         "An earlier step wrote it. Restart from a checkpoint before that step:\n"
         f"    {root} = checkpointer.restore({root})"
     )
+    if is_first:
+        option = "jax_debug_nans" if math.isnan(row.value) else "jax_debug_infs"
+        fix = (
+            "Its initialization made it, or it was loaded so. JAX raises an error where an "
+            "operation makes it, with this line in front of the initialization:\n"
+            f'    jax.config.update("{option}", True)'
+        )
     if row.role == "input":
         where = f" (row {row.index[0]} of the batch)" if row.index else ""
         fix = (

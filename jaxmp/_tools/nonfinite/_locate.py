@@ -242,7 +242,8 @@ class _Search:
             return NonfiniteReport(reproduced=True, message=message, **fields)
         if isinstance(origin.source, Argument):
             row = bad[origin.source.number]
-            cause = _causes.cause_of_argument(row)
+            is_first = _measure.is_first_step(self.traced)
+            cause = _causes.cause_of_argument(row, is_first=is_first)
             fields |= {"argument": row.name, "index": row.index}
         else:
             source, shown = origin.source, origin.operation

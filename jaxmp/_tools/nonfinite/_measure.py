@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextvars
 import dataclasses
 from collections.abc import Collection
 from typing import Any
@@ -23,6 +24,11 @@ from jaxmp.optim import _roles, _skip
 _SMALLEST_SCALE = 2.0**-14
 # Names of roles in reports that differ from them.
 _ROLES = {_roles.FP8: "FP8 state", _roles.LOSS_SCALE: "loss scale"}
+
+# Fields of Flax's train states and optimizers, and of the states of optax.
+_COUNTS = {"step", "count"}
+# True for the first step of a script, whose state may count no steps.
+first_step = contextvars.ContextVar("first_step", default=False)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -64,6 +70,16 @@ def bad_arguments(traced: _trace.Traced) -> dict[int, ArgumentRow]:
             count=len(bad),
         )
     return rows
+
+
+def is_first_step(traced: _trace.Traced) -> bool:
+    """Returns True if the step is known as the first, or the state has counted none."""
+    counts = [
+        leaf.value
+        for leaf in traced.leaves
+        if _COUNTS.intersection(_core.path_names(leaf.path)[-2:]) and np.ndim(leaf.value) == 0
+    ]
+    return first_step.get() or (bool(counts) and not any(map(int, counts)))
 
 
 def check_usable(traced: _trace.Traced) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from jaxmp import _core
+from jaxmp._core._compat import _watch_jit
 from jaxmp._policies import _recipe
 from jaxmp._policies._load import RecipeLike
 from jaxmp._tools.audit._compile import check_compiler
@@ -99,7 +100,7 @@ def plan(
                 yield program.largest() if batches == _LARGEST else program.measure(size)
                 on_end()
 
-    return make_plan(getattr(make_step, "__name__", "the step"), measure(), prices, rates)
+    return make_plan(_watch_jit.title_of(make_step), measure(), prices, rates)
 
 
 def make_plan(

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import inspect
 import os
 import re
-from collections.abc import Callable, Mapping
+import warnings
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -24,7 +26,7 @@ from jaxmp._tools.memory._cache import compiler_of, folder_of
 from jaxmp._tools.plan._bound import MEASURED, cost_of, error_of
 from jaxmp._tools.plan._report import PlanRow
 from jaxmp._tools.report import _section
-from jaxmp.errors import JaxmpError, TargetError
+from jaxmp.errors import JaxmpError, RecipeWarning, TargetError
 
 # Findings of the audit about kernels that were replaced by slower ones.
 _FALLBACKS = ("unfused_attention", "not_fp8", "fp8_fallback", "fp32_gemm")
@@ -38,6 +40,23 @@ _NO_TOKENS = (
     "per second: --rate h100/bf16=39000"
 )
 _UNITS = {"": 0, "K": 10, "M": 20, "G": 30, "T": 40}
+
+
+@contextlib.contextmanager
+def collected_warnings() -> Iterator[list[str]]:
+    """Collects the first sentences of warnings of jaxmp, which are shown as before."""
+    sentences, show = list[str](), warnings.showwarning
+
+    def collect(message: Warning | str, category: type[Warning], *place: Any) -> None:
+        if issubclass(category, RecipeWarning):
+            sentences.append(f"{str(message).partition('. ')[0].rstrip('.')}.")
+        show(message, category, *place)
+
+    warnings.showwarning = collect
+    try:
+        yield sentences
+    finally:
+        warnings.showwarning = show
 
 
 class Candidate(NamedTuple):
@@ -55,7 +74,11 @@ class Candidate(NamedTuple):
         options = {} if batch is None else {"batch_size": batch}
         options |= {} if self.remat is None else {"remat": self.remat}
         try:
-            with _compat.unchecked_cuda(), _core.default_target(self.chip):
+            with (
+                _compat.unchecked_cuda(),
+                _core.default_target(self.chip),
+                collected_warnings() as warned,
+            ):
                 made = self.make_step(self.recipe, **options)
                 if not (isinstance(made, (tuple, list)) and made and callable(made[0])):
                     raise TypeError(
@@ -63,6 +86,7 @@ class Candidate(NamedTuple):
                         "its arguments. Return them:\n    return train_step, state, batch"
                     )
                 fields = (self._estimated if self.chip.uncompiled else self._compiled)(*made)
+                fields["warning"] = next(iter(warned), "")
         except JaxmpError as error:
             fields = _failed(error)
         return PlanRow(

@@ -54,6 +54,7 @@ class PlanRow:
         fits; "" if there is none.
       problem: why the program was not compiled, or has no bound because the network between its
         hosts is not known; "" with a bound.
+      warning: the first warning of jaxmp about the program, which is then not recommended.
     """
 
     recipe: str
@@ -78,6 +79,7 @@ class PlanRow:
     fallbacks: tuple[str, ...] = ()
     lacking: str = ""
     problem: str = ""
+    warning: str = ""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -86,7 +88,7 @@ class PlanChoice:
 
     Args:
       target: name of the chip.
-      recipe: name of the recipe; "" if no program fits.
+      recipe: name of the recipe; "" if no program fits without a warning.
       batch: number of examples; None without batch sizes.
       remat: argument of the function, as text.
       reason: one or more sentences.
@@ -157,7 +159,7 @@ class PlanReport(Report):
         remarks: dict[str, list[PlanRow]] = {}
         for row in self.rows:
             problem = row.problem and f"{_state(row)}: {row.problem}"
-            for remark in filter(None, (problem, *row.fallbacks, row.lacking)):
+            for remark in filter(None, (problem, *row.fallbacks, row.lacking, row.warning)):
                 remarks.setdefault(remark, []).append(row)
         shared = [
             ("all" if len(rows) == len(self.rows) else _programs(rows), remark)
@@ -223,7 +225,7 @@ def _shares(counts: dict[str, int], total: str = "") -> str:
 
 def recommend(target: str, baseline: str, rows: list[PlanRow]) -> PlanChoice:
     """Returns the recommendation for a chip: the least bound, or the baseline if that may be 1."""
-    fitting = [row for row in rows if row.fits and not row.lacking]
+    fitting = [row for row in rows if row.fits and not row.lacking and not row.warning]
     if not fitting:
         return PlanChoice(target=target, reason=_why_none(rows))
     best = min(fitting, key=_value)
@@ -251,6 +253,9 @@ def _value(row: PlanRow) -> float:
 
 
 def _why_none(rows: list[PlanRow]) -> str:
+    warned = next((row for row in rows if row.fits and not row.lacking), None)
+    if warned:
+        return f"{_name(warned)} fits, but jaxmp warns of it: {warned.warning}"
     known = [row for row in rows if row.memory and not row.lacking]
     problems = [row.problem for row in rows if row.problem and not row.lacking]
     if not known and problems:
@@ -266,6 +271,8 @@ def _why_none(rows: list[PlanRow]) -> str:
 
 def _comparison(other: PlanRow, best: PlanRow) -> str:
     """Returns why another recipe is not the recommended one."""
+    if other.warning:
+        return f"jaxmp warns of {_name(other)}: {other.warning}"
     if other.lacking or other.bound is None or best.bound is None or not other.fits:
         cannot = "does not fit" if other.fits is False else f"was {_state(other)}"
         cannot = "computes in a format that the chip lacks" if other.lacking else cannot
