@@ -136,6 +136,11 @@ autocast loses what a function writes to Flax objects
 test_nnx_gradients.py::test_autocast_writes_to_flax_objects_in_the_dtypes_of_the_function
 """,
     "jaxmp/_autocast/_decide.py": r"""
+autocast multiplies hidden layers before a sine in FP32
+- exact &= ~Use.ANGLE
++ pass
+test_autocast_magnified.py::test_hidden_layers_before_a_sine_run_in_16_bits
+
 a narrow matmul under autocast promotes what its result meets
 - Decision(dtype, Priority.NARROW, reason, _core.FLOAT32)
 + Decision(dtype, Priority.COMPUTED, reason, _core.FLOAT32)
@@ -826,6 +831,11 @@ the audit of a script takes our frame for the caller
 test_audit_script.py::test_a_script_and_its_step_have_the_same_findings
 """,
     "jaxmp/_programs/_matmuls.py": r"""
+a product of one term rounds positions
+- terms_of(equation) == 1
++ not dot_of(equation).contracted[0]
+test_autocast.py::test_an_outer_product_keeps_positions
+
 the branches of an inner condition add up
 - inside = [max(inside, key=Counter.total)]
 + inside = list(inside)
@@ -864,6 +874,16 @@ autocast rounds a sigmoid before its logarithm
 -             used[0] |= _MAGNIFIED
 +             pass
 test_autocast_magnified.py::test_a_logarithm_magnifies_without_a_loss
+
+autocast rounds coordinates before their sine
+-             used[0] |= _ANGLE
++             pass
+test_autocast_magnified.py::test_coordinates_are_not_rounded_before_a_sine
+
+autocast multiplies wide layers before a sine in FP32
+- isinstance(terms, int) and terms <= _COORDINATES
++ True
+test_autocast_magnified.py::test_hidden_layers_before_a_sine_run_in_16_bits
 
 autocast forgets what a jitted function does with its operands
 - if name in CONSTRUCTS or name in OPAQUE_CALLS:

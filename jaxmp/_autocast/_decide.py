@@ -44,11 +44,10 @@ _WHY_WIDE = {
     Use.SOLVED: "a factorization or a solve reads its result",
     Use.CHAINED: "a factorization or a solve reads a linear function of its result",
     Use.DISTANCE: "a distance or angle is a small difference of its result and other numbers",
+    Use.ANGLE: "a sine, cosine or tangent of its result is computed",
     Use.MAGNIFIED: "a logarithm, a root or a quotient magnifies its rounding",
     Use.RESULT: "the function returns it",
 }
-# Uses of the result of a matmul that multiplies its FP32 operands as they are.
-_IN_FP32 = Use.SOLVED | Use.CHAINED | Use.DISTANCE
 
 
 def is_identity(equation: _compat.JaxprEqn) -> bool:
@@ -301,7 +300,10 @@ def _of_matmul(
         )
     if not _core.is_16bit(recorded[0]):
         why = "its author asked for precision=HIGHEST" if options and options.is_highest else ""
-        fp32 = (reason for u, reason in _WHY_WIDE.items() if u in use & _IN_FP32)
+        exact = _programs.exact_uses(equation, use)
+        if any(v.dtype != _core.FLOAT32 or v.priority is Priority.NARROW for v in values[:2]):
+            exact &= ~Use.ANGLE  # a matmul in 16 bits has rounded the coordinates before
+        fp32 = (reason for u, reason in _WHY_WIDE.items() if u in exact)
         why = why or next(fp32, "")
         why = why or ("a loss selects FP32 values by it" if _is_selection(values, use) else "")
         if why:

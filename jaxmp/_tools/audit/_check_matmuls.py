@@ -270,8 +270,9 @@ def _is_fp32_by_design(op: OpOccurrence, matmul: _programs.Matmul, audit: Audito
     a spectral norm requires FP32, too, and has few operations.
     """
     key, use = _Exact(op.location.names, op.line), audit.use_of(op.result)
-    fp32 = _programs.Use.SOLVED | _programs.Use.CHAINED | _programs.Use.DISTANCE
-    is_exact = bool(use & fp32) or _dataflow.is_of_power_iteration(op, use)
+    is_exact = bool(_programs.exact_uses(op.equation, use)) or _dataflow.is_of_power_iteration(
+        op, use
+    )
     is_exact |= _Exact((), _programs.call_site(op.equation)) in audit.collected[_Exact]
     if is_exact or _is_selection(op, use, audit):
         audit.collected[_Exact].append(key)
