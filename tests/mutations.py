@@ -881,8 +881,8 @@ autocast rounds coordinates before their sine
 test_autocast_magnified.py::test_coordinates_are_not_rounded_before_a_sine
 
 autocast multiplies wide layers before a sine in FP32
-- isinstance(terms, int) and terms <= _COORDINATES
-+ True
+- Use.ANGLE if terms in range(16)
++ Use.ANGLE if True
 test_autocast_magnified.py::test_hidden_layers_before_a_sine_run_in_16_bits
 
 autocast forgets what a jitted function does with its operands

@@ -61,10 +61,7 @@ def _named(names: str) -> frozenset[str]:
 
 DECISIONS = Use.LOSS | Use.ORDER | Use.SOFTMAX
 # Uses for which a value should not be rounded.
-SENSITIVE = Use.MAGNIFIED | Use.SOLVED | Use.CHAINED | Use.DISTANCE | Use.ANGLE
-SENSITIVE |= DECISIONS | Use.RESULT
-# Most coordinates of a point.
-_COORDINATES = 15
+SENSITIVE = ~(Use.SUMMED | Use.PRODUCT)
 # The flags as integers: Python computes with `enum.IntFlag` ten times as slowly.
 _NONE, _RESULT, _LOSS, _ORDER, _SOFTMAX = map(int, (Use.NONE, *Use)[:5])
 _MAGNIFIED, _SOLVED, _CHAINED, _SUMMED, _PRODUCT, _DISTANCE, _ANGLE = map(int, [*Use][4:])
@@ -147,11 +144,10 @@ def wide_results(jaxpr: Jaxpr) -> tuple[Use, ...]:
 def exact_uses(equation: JaxprEqn, use: Use) -> Use:
     """Returns the uses for which a matmul multiplies its FP32 operands as they are.
 
-    An angle needs the coordinates of a point. In a wide layer, the roundings average out.
+    An angle needs the coordinates of a point, up to 15. In a wide layer, roundings average out.
     """
     terms = terms_of(equation) if equation.primitive.name == "dot_general" else None
-    is_point = isinstance(terms, int) and terms <= _COORDINATES
-    angle = Use.ANGLE if is_point else Use.NONE
+    angle = Use.ANGLE if terms in range(16) else Use.NONE
     return use & (Use.SOLVED | Use.CHAINED | Use.DISTANCE | angle)
 
 

@@ -10,15 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxmp import _core, _programs
-from jaxmp._tools.audit import (
-    _auditor,
-    _check_ops,
-    _checks,
-    _dataflow,
-    _labels,
-    _origins,
-    _rows,
-)
+from jaxmp._tools.audit import _auditor, _check_ops, _checks, _dataflow, _labels, _origins, _rows
 
 ROUNDED_INPUT = _checks.Check(
     id="rounded_input",
