@@ -523,6 +523,10 @@ def test_a_power_iteration_is_fp32_by_design(gradient):
     the_only(audit(embedding, w, u, recipe=BF16).errors, "fp32_matmul")
     report = audit(scaled, shape(64, 32), shape(64), try_fixes=False)
     assert any("power iteration" in f.message for f in report.errors if f.check == "norm_16bit")
+    heads = lambda h, w, u: nn.softplus(h @ w) / nn.softplus(h @ u)
+    pooled = lambda h, w, u: (y := nn.softmax(h @ w).astype(h.dtype) @ h) / (1 + jnp.exp(-y) + u)
+    for other in (heads, pooled):
+        assert "norm_16bit" not in checks(audit(other, shape(64, 32), shape(32), shape(32)))
 
 
 def linear_solve(w, x):
@@ -626,8 +630,24 @@ def test_a_running_sum_in_a_scan():
 
         return lax.scan(body, jnp.zeros(4, jnp.bfloat16), xs)[0]
 
-    finding = the_only(audit(fn, shape(64, 4)).errors, "reduction_16bit")
-    assert_named(finding, "", "a running sum in a carry")
+    def written(xs):
+        ref = jax.new_ref(jnp.zeros(4, jnp.bfloat16))
+
+        def body(carry, x):
+            ref[...] += x * x  # a running sum in a reference
+            return carry, None
+
+        lax.scan(body, 0, xs)
+        return ref[...]
+
+    def called(xs):
+        add = jax.jit(lambda total, x: total + x * x)  # a running sum in a function
+        return lax.scan(lambda t, x: (add(t, x), None), jnp.zeros(4, jnp.bfloat16), xs)[0]
+
+    for each, kind in ((fn, "carry"), (written, "reference"), (called, "function")):
+        line = f"a running sum in a {kind}"
+        finding = the_only(audit(each, shape(64, 4)).errors, "reduction_16bit")
+        assert_named(finding, "", line)
 
 
 def test_a_running_sum_in_loops_and_through_casts():

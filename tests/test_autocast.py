@@ -700,6 +700,22 @@ def test_refs_and_callbacks():
     assert relative_error(out, 2 * X @ W) < 0.01
 
 
+def test_a_reference_of_the_caller_receives_fp32_sums_in_a_loop():
+    def fn(w, x, ref):
+        def body(carry, _):
+            ref[...] = x @ w
+            return carry, ref[...] * 2
+
+        return lax.scan(body, 0, None, length=2)[1]
+
+    ref = jax.new_ref(jnp.zeros_like(X @ W))
+    for call in (autocast(fn, MIXED), jax.jit(autocast(fn, MIXED))):
+        out = call(W, X, ref)
+        assert out.dtype == F32 and relative_error(out[1], 2 * ref[...]) == 0
+        assert 2**-13 < relative_error(ref[...], X @ W) < 2**-7
+        assert np.any(ref[...] != ref[...].astype(BF16).astype(F32))
+
+
 def test_inner_jits_are_shared():
     """Layers that call the same jitted function share one trace of it."""
     inner = jax.jit(lambda w, x: jnp.tanh(x @ w))

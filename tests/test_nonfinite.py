@@ -16,6 +16,7 @@ import numpy as np
 import optax
 import pytest
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 from jax.experimental import pallas as pl
 
 import jaxmp
@@ -475,6 +476,46 @@ def test_the_iteration_of_a_reversed_scan_is_found():
     fn = lambda rows: lax.scan(cell, jnp.float32(1), rows, reverse=True)[0]
     report = jaxmp.locate_nonfinite(fn, jnp.array([1.0, 1.0, 1.0, 200.0, 1.0]))
     assert (report.primitive, report.iteration) == ("exp", (3,))
+
+
+def sum_in_reference(x, ref):
+    """Writes the exponentials of the rows into a reference, one after another."""
+
+    def body(carry, row):
+        ref[...] += jnp.exp(row)
+        return carry, None
+
+    lax.scan(body, 0, x)
+    return jnp.sum(ref[...] * 2)
+
+
+def test_values_are_followed_through_a_reference():
+    x, ref = jnp.array([1.0, 200.0, 1.0]), jax.new_ref(jnp.zeros(()))
+    for step, args in (
+        (lambda x: sum_in_reference(x, jax.new_ref(jnp.zeros(()))), ()),
+        (jax.jit(sum_in_reference), (ref,)),
+    ):
+        report = jaxmp.locate_nonfinite(step, x, *args)
+        assert (report.primitive, report.iteration) == ("exp", (1,))
+    # The step and its fix ran several times, in references of their own.
+    assert ref[...] == 0
+    report = jaxmp.locate_nonfinite(sum_in_reference, x[:1], jax.new_ref(jnp.float32(jnp.nan)))
+    assert report.argument == "ref"
+    with pytest.raises(jaxmp.errors.AuditError, match="Pass it as an argument"):
+        jaxmp.locate_nonfinite(lambda x: sum_in_reference(x, ref), x)
+
+
+def test_values_in_the_memory_of_the_host_are_read():
+    save = jax.checkpoint_policies.save_and_offload_only_these_names(
+        names_which_can_be_saved=[],
+        names_which_can_be_offloaded=["h"],
+        offload_src="device",
+        offload_dst="pinned_host",
+    )
+    block = jax.checkpoint(lambda w: checkpoint_name(w * w, "h") ** 2, policy=save)
+    step = jax.jit(jax.grad(lambda w: jnp.log(block(w)).sum()))
+    report = jaxmp.locate_nonfinite(step, jnp.array([1.0, 0.0]))
+    assert (report.cause, report.index) == ("log_of_zero", (1,)), report
 
 
 def test_an_opaque_kernel_is_named():

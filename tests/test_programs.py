@@ -20,7 +20,7 @@ import jaxmp
 from jaxmp._programs._analysis import Backward, Body, Forward, primitives
 from jaxmp._programs._constructs import CALLS, CONSTRUCTS, OPAQUE, REMATS, call_of, loop_of
 from jaxmp._programs._interpreter import Interpreter
-from jaxmp._programs._jaxprs import equations
+from jaxmp._programs._jaxprs import equations, trace
 from jaxmp._programs._locations import Lines
 from jaxmp._programs._operations import axes_of, dot_of, jit_of, name_of
 from jaxmp._tools.validate._probe import with_outputs
@@ -430,3 +430,37 @@ def test_records_read_the_parameters_of_operations():
         loop = next(filter(None, map(loop_of, equations(jax.make_jaxpr(each)(1.0, 1.0, X[0])))))
         assert (len(loop.incoming), len(loop.outgoing), loop.length) == (3, 3, length)
     assert {"scan", "add"} <= primitives(jax.make_jaxpr(rotated)(1.0, 1.0, X[0]))
+
+
+def own_rule_with_reference(w, x):
+    """A function with a derivative of its own, which JAX loses where references become values."""
+
+    @jax.custom_vjp
+    def fn(w, x):
+        ref = jax.new_ref(x)
+        ref[...] = ref[...] @ w
+        return ref[...]
+
+    fn.defvjp(lambda w, x: (fn(w, x), None), lambda _, g: (2 * g, 3 * g))
+    return fn(w, x)
+
+
+def loops_with_reference(w, x):
+    """Writes into a reference in a jitted function, a loop and a branch."""
+    ref, write = jax.new_ref(x), jax.jit(lambda ref, w: ref.__setitem__(..., ref[...] @ w))
+    lax.fori_loop(0, 3, lambda i, ref_is_read: (write(ref, w), ref_is_read)[1], 0)
+    lax.cond(x[0, 0] < 9, lambda: write(ref, w), lambda: None)
+    return ref[...]
+
+
+def test_references_become_values():
+    traced = trace(loops_with_reference, (X, X), {})
+    assert primitives(traced.closed).isdisjoint({"new_ref", "get", "swap"})
+    gradient = jax.grad(lambda x: Interpreter().run(traced.closed, [X, x])[0].sum())(X)
+    np.testing.assert_allclose(gradient, jax.grad(lambda x: (x @ X @ X @ X @ X).sum())(X), 1e-5)
+    # Those of the caller, and those inside of a function with its own derivative, remain.
+    shared = jax.new_ref(X)
+    for fn in (own_rule_with_reference, lambda w, x: loops_with_reference(w, x) + shared[...]):
+        assert "new_ref" in primitives(trace(fn, (X, X), {}).closed)
+    closed = trace(own_rule_with_reference, (X, X), {}).closed
+    assert jax.grad(lambda x: Interpreter().run(closed, [X, x])[0].sum())(X)[0, 0] == 3

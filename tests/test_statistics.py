@@ -179,6 +179,20 @@ def test_the_training_is_the_same_with_and_without():
     jax.tree.map(np.testing.assert_array_equal, *map(jax.tree.leaves, results))
 
 
+def test_a_reference_is_measured_and_not_changed():
+    ref = jax.new_ref(jnp.ones(4))
+
+    def step(w, ref):
+        ref[...] += w
+        return jnp.sum(w * ref[...])
+
+    measure = jaxmp.with_stats(jax.jit(step))
+    for value in (1.0, 3.0):
+        ref[...] = jnp.full(4, value)
+        stats = measure(jnp.ones(4), ref).tensors["parameters"]
+        assert float(stats["ref"].amax) == value and np.all(ref[...] == value)
+
+
 def test_a_sample_traces_the_step_once():
     calls = []
 

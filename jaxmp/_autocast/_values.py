@@ -117,8 +117,8 @@ def with_dtype(aval: ShapedArray, value: Value) -> ShapedArray:
 
 
 def is_castable_aval(aval: AbstractValue) -> TypeGuard[ShapedArray]:
-    """Returns True for the types of arrays that policies cast."""
-    return hasattr(aval, "dtype") and hasattr(aval, "shape") and _core.is_castable(aval)
+    """Returns True for the types of arrays that policies cast; False for references to arrays."""
+    return isinstance(aval, ShapedArray) and _core.is_castable(aval)
 
 
 def widest(values: list[Value]) -> np.dtype:

@@ -14,6 +14,7 @@ from jax.core import ShapedArray
 
 from jaxmp import _core
 from jaxmp._core import PyTree, _compat
+from jaxmp._core._compat import _references
 from jaxmp._programs._constructs import is_jaxpr, sub_jaxprs
 
 Path = tuple[str, ...]
@@ -86,7 +87,24 @@ def trace(fn: Callable[..., Any], args: PyTree, kwargs: Mapping[str, PyTree]) ->
         return tree.unflatten([next(rest) if leaf is None else leaf for leaf in leaves])
 
     arrays = [_core.canonical(leaves[n]) for n in positions]
-    return Traced(jax.make_jaxpr(flat)(*arrays), arrays, results)
+    return Traced(without_references(jax.make_jaxpr(flat)(*arrays)), arrays, results)
+
+
+def without_references(closed: _compat.ClosedJaxpr) -> _compat.ClosedJaxpr:
+    """Returns a program whose references to arrays, of `jax.new_ref`, are values instead.
+
+    Loops carry these values, so that an analysis follows them from the operation that writes a
+    value to those that read it. JAX compiles the same program. References remain that the program
+    receives, and those inside of functions with a derivative of their own, which would lose it.
+    """
+    if not _references.are_made(closed.effects) or _references.are_received(closed.effects):
+        return closed
+    are_inside = any(
+        each.primitive.name in ("custom_jvp_call", "custom_vjp_call")
+        and _references.are_made(each.effects)
+        for each in equations(closed)
+    )
+    return closed if are_inside else _references.discharged(closed)
 
 
 def as_jax_array(result: Any) -> jax.Array:

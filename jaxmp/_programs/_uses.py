@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import enum
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -136,7 +136,10 @@ def uses(jaxpr: AnyJaxpr, results: Sequence[Use] | None = None) -> dict[Any, Use
 
 def wide_results(jaxpr: Jaxpr) -> tuple[Use, ...]:
     """Returns `RESULT` for each result of a program in FP32 or wider, and for each scalar."""
-    avals: Any = [var.aval for var in jaxpr.outvars]
+    return _wide(var.aval for var in jaxpr.outvars)
+
+
+def _wide(avals: Iterable[Any]) -> tuple[Use, ...]:
     is_kept = lambda aval: _is_float(aval) and (aval.dtype.itemsize > 2 or aval.ndim == 0)
     return tuple(Use.RESULT if is_kept(aval) else Use.NONE for aval in avals)
 
@@ -222,6 +225,9 @@ class Uses(Backward):
             return [_SOLVED | _CHAINED] * count
         if name == "optimization_barrier":
             return results
+        if name in ("swap", "addupdate"):
+            # What is read from a reference of the caller is not known.
+            return [_NONE, *map(int, _wide(var.aval for var in equation.invars[1:]))]
         use = _NONE
         for each in results:
             use |= each

@@ -67,7 +67,7 @@ def _too_narrow(k: int, n: int, scaling: Scaling) -> str:
 def decides_otherwise(k: int, n: int, scaling: Scaling, tokens: int, target: str) -> bool:
     """Returns True if a layer whose input has `tokens` rows would be decided on differently.
 
-    A symbolic dimension, as in `jax.export`, is no number.
+    A symbolic dimension, as in `jax.export`, is not a number.
     """
     if not isinstance(tokens, int) or min(k, n, tokens) < 1:
         return False

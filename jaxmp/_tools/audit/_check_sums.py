@@ -239,6 +239,9 @@ class _Linearity(_programs.Forward):
 
     def equation(self, equation: JaxprEqn, operands: list[Any], frame: Frame) -> list[Any]:
         is_read = any(operand is not None for operand in operands)
+        is_call = equation.primitive.name in _programs.CALLS
+        if is_read and is_call and _programs.name_of(equation) != "_where":
+            return self.enter(equation, operands, frame)
         return [_linear_after(equation, operands) if is_read else None] * len(equation.outvars)
 
 

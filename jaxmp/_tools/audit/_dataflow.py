@@ -283,10 +283,13 @@ def _is_neutral(var: _programs.Atom, op: OpOccurrence) -> bool:
 # Most values that `near` yields: few operations make a mean, a largest element, or a vector divided
 # by its norm.
 _MOST_STEPS = 32
+# Operations between a product and the same vector, divided by its norm.
+_NORMALIZED = LAYOUT | named("mul div jit pjit")
 
 
 def is_of_power_iteration(op: OpOccurrence, use: _programs.Use) -> bool:
-    """Returns True for the products of a spectral norm: of one vector and of one matrix, again.
+    """Returns True for the products of a spectral norm: of one matrix and of the vector that its
+    product with another vector became, divided by its norm.
 
     The results divide, directly or by their norm.
 
@@ -294,25 +297,41 @@ def is_of_power_iteration(op: OpOccurrence, use: _programs.Use) -> bool:
       op: the product.
       use: of its result.
     """
-    matrix = _matrix_of(op.equation, op.body)
+    vector, matrix = _vector_and_matrix(op.equation, op.body)
     if matrix is None or not op.is_forward or _programs.Use.MAGNIFIED not in use:
         return False
-    here = _programs.equations(op.body.jaxpr, inside=False)
-    return sum(_matrix_of(each, op.body) is matrix for each in here) > 1
+    for each in _programs.equations(op.body.jaxpr, inside=False):
+        other_vector, other_matrix = _vector_and_matrix(each, op.body)
+        if other_matrix is matrix and (
+            each.outvars[0] in near(vector, op.body, _NORMALIZED)
+            or op.result in near(other_vector, op.body, _NORMALIZED)
+        ):
+            return True
+    return False
 
 
-def _matrix_of(equation: _programs.Equation, body: _programs.Body) -> _programs.Atom | None:
-    """Returns the matrix that an equation multiplies by one vector; None for other equations."""
+def _vector_and_matrix(
+    equation: _programs.Equation, body: _programs.Body
+) -> tuple[_programs.Atom, _programs.Atom | None]:
+    """Returns the operands of a product of a vector and a matrix; no matrix for other equations."""
     if equation.primitive.name != "dot_general":
-        return None
+        return equation.outvars[0], None
     vector, matrix = sorted(equation.invars, key=lambda var: var.aval.size)
     sizes = sorted(size for size in vector.aval.shape if size > 1)
     is_product = len(sizes) == 1 and sum(size > 1 for size in matrix.aval.shape) == 2
-    return body.source_of(matrix, LAYOUT) if is_product else None
+    return vector, body.source_of(matrix, LAYOUT) if is_product else None
 
 
-def near(var: _programs.Atom, body: _programs.Body) -> Iterator[_programs.Atom]:
-    """Yields a value of a jaxpr and the first values that it is computed from."""
+def near(
+    var: _programs.Atom, body: _programs.Body, primitives: frozenset[str] | None = None
+) -> Iterator[_programs.Atom]:
+    """Yields a value of a jaxpr and the first values that it is computed from.
+
+    Args:
+      var: the value.
+      body: of the jaxpr.
+      primitives: operations whose operands follow; None for all.
+    """
     sources, waiting = set[_programs.Atom](), collections.deque([var])
     while waiting and len(sources) < _MOST_STEPS:
         source = waiting.popleft()
@@ -321,4 +340,5 @@ def near(var: _programs.Atom, body: _programs.Body) -> Iterator[_programs.Atom]:
         yield source
         sources.add(source)
         maker = body.maker(source)
-        waiting += () if maker is None else maker.invars
+        if maker is not None and (primitives is None or maker.primitive.name in primitives):
+            waiting += maker.invars

@@ -245,7 +245,7 @@ def _trace(
     """Traces a function for the arrays among its arguments, and for some numbers among them."""
     structure = jax.tree.structure((args, kwargs))
     positions = [n for n, leaf in enumerate(leaves) if is_array(leaf.value) or n in numbers]
-    as_array = lambda x: x if is_array(x) else jnp.asarray(x)
+    as_array = lambda x: value_of(x) if is_array(x) else jnp.asarray(x)
     own = [leaves[n]._replace(value=as_array(leaves[n].value)) for n in positions]
     results: list[tuple[_roles.KeyPath, Any]] = []
     written: list[int] = []
@@ -253,19 +253,28 @@ def _trace(
     def run(*arrays: jax.Array) -> list[jax.Array]:
         filled = [leaf.value for leaf in leaves]
         for position, array in zip(positions, arrays, strict=True):
-            filled[position] = array
+            is_ref = isinstance(filled[position], jax.Ref)
+            filled[position] = jax.new_ref(array) if is_ref else array
         args, kwargs = structure.unflatten(filled)
         out = jtu.tree_flatten_with_path(fn(*args, **kwargs))[0]
         results[:] = [(path, jax.typeof(leaf)) for path, leaf in out if is_array(leaf)]
-        # A function may write into its arguments, such as an NNX model, and return nothing. A
-        # compiler would remove the computation of such values, so they are returned, too.
+        # A function may write into its arguments, such as an NNX model or a reference, and return
+        # nothing. A compiler would remove the computation of such values, so they are returned,
+        # too.
         after = dict(jtu.tree_flatten_with_path((args, kwargs))[0])
-        new = {n: after.get(leaf.path, arrays[n]) for n, leaf in enumerate(own)}
+        new = {n: value_of(after.get(leaf.path, arrays[n])) for n, leaf in enumerate(own)}
         new = {n: x for n, x in new.items() if is_array(x) and x is not arrays[n]}
         written[:] = new
         return [leaf for _, leaf in out if is_array(leaf)] + list(new.values())
 
     closed = jax.make_jaxpr(run)(*(leaf.value for leaf in own))
+    if any(isinstance(array, jax.Ref) for array in closed.consts):
+        raise AuditError(
+            "the function writes into a reference, of jax.new_ref, that is not among its arguments,"
+            " and each run of it would change the reference. Pass it as an argument:\n"
+            "    jaxmp.audit(train_step, state, batch, reference)"
+        )
+    closed = _programs.without_references(closed)
     return Traced(closed, own, positions, (args, kwargs), results, _parameters(fn), written)
 
 
@@ -283,8 +292,13 @@ def _key(key: object) -> Any:
     return next((getattr(key, name) for name in names), str(key))
 
 
+def value_of(leaf: Any) -> Any:
+    """Returns the array to which a leaf refers now; the leaf, if it is not a reference."""
+    return leaf[...] if isinstance(leaf, jax.Ref) else leaf
+
+
 def is_array(leaf: object) -> bool:
-    """Returns True for an array or its shape."""
+    """Returns True for an array, its shape, or a reference to it."""
     return hasattr(leaf, "shape") and hasattr(leaf, "dtype")
 
 

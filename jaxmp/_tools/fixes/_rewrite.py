@@ -99,7 +99,7 @@ def with_operand(expression: Expression, index: int, code: str) -> str:
 def scaled(expression: Expression, sign: str, scale: float) -> str:
     """Returns an operation of two arrays of which the first is multiplied by a scale, or divided.
 
-    It is no edit, because another line must change, too.
+    It is not an edit, because another line must change, too.
     """
     node = expression.copy()
     first = next(iter(_operands(node, expression)), None)

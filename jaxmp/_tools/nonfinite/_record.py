@@ -25,6 +25,7 @@ from jaxmp._programs import Atom, Frame, Interpreter, Place
 ZERO, FINITE, INFINITE, NAN = -1, 0, 1, 2
 # Iterations of a while loop that are recorded: the first ones and the last.
 ITERATIONS = 256
+_HOST = jax.memory.Space.Host
 Key = tuple[tuple[int, int], ...]
 
 
@@ -176,6 +177,7 @@ class WideRecorder(Recorder):
 
 def code_of(x: Any, chosen: _core.Array | None = None) -> _core.Array:
     """Returns the code of an array, or of those of its elements that are chosen."""
+    x = on_device(x)
     dtype = getattr(x, "dtype", None)
     if dtype is None or not jnp.issubdtype(dtype, jnp.inexact):
         return jnp.int8(FINITE)
@@ -187,6 +189,13 @@ def code_of(x: Any, chosen: _core.Array | None = None) -> _core.Array:
     if chosen is not None:
         codes = lax.select(chosen, codes, lax.full_like(codes, ZERO))
     return lax.reduce_max(codes, axes=tuple(range(codes.ndim)))
+
+
+def on_device(x: Any) -> Any:
+    """Returns an array of the host on its device, and the array to which a reference refers now."""
+    x = x[...] if isinstance(x, jax.Ref) else x
+    is_on_host = isinstance(x, jax.Array) and jax.typeof(x).memory_space == _HOST
+    return jax.device_put(x, jax.memory.Space.Device) if is_on_host else x
 
 
 @dataclasses.dataclass(frozen=True)

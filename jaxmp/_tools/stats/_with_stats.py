@@ -122,10 +122,13 @@ def with_stats(
         types = [jax.typeof(leaf) if _trace.is_array(leaf) else leaf for leaf in leaves]
         key = structure, tuple(x if isinstance(x, Hashable) else repr(x) for x in types)
         if key not in programs:
-            shapes, names = structure.unflatten(types)
+            pairs = zip(leaves, types, strict=True)
+            shapes, names = structure.unflatten(
+                leaf if isinstance(leaf, jax.Ref) else kind for leaf, kind in pairs
+            )
             programs[key] = _Program(_trace.trace(step, shapes, names))
         program = programs[key]
-        arrays = [leaves[n] for n in program.traced.positions]
+        arrays = [_trace.value_of(leaves[n]) for n in program.traced.positions]
         stats = program.measured(arrays)
         if what_if:
             scale = (stats.report().loss_scale or stats.loss_scale) / stats.loss_scale

@@ -90,9 +90,8 @@ class RoundedLines(_programs.Interpreter):
         self._numbers: dict[tuple[str, str, str], int] = {}
         self._lines, self._locations = _programs.Lines(), _programs.Locations()
         self._modes: Array = jnp.zeros(MAX_LINES, jnp.int32)
-        self._closed, self._shape = jax.make_jaxpr(run.step, return_shape=True)(
-            run.arrays, run.first
-        )
+        closed, self._shape = jax.make_jaxpr(run.step, return_shape=True)(run.arrays, run.first)
+        self._closed = _programs.without_references(closed)
 
     @property
     def pure_run(self) -> PureRun:
