@@ -17,17 +17,9 @@ import numpy as np
 from jax.core import AbstractValue
 
 from jaxmp import _core, _programs
+from jaxmp._autocast import _values
 from jaxmp._autocast._resolve import ScopePolicy
-from jaxmp._autocast._values import (
-    Priority,
-    Value,
-    common_dtype,
-    is_castable_aval,
-    is_matmul,
-    outputs_of,
-    to_16bit,
-    widest,
-)
+from jaxmp._autocast._values import Priority, Value, is_castable_aval, widest
 from jaxmp._core import Array, DTypeLike, _compat
 from jaxmp._policies._resolve import narrow_reason
 from jaxmp._programs import Frame, Use
@@ -174,7 +166,7 @@ class Environment:
             # Storing the array prevents the reuse of its id. The scope marks the cast, so that an
             # audit does not report it as implicit promotion.
             with jax.named_scope(_programs.AUTOCAST):
-                self.casts[key] = value.array, to_16bit(value, dtype)
+                self.casts[key] = value.array, _values.to_16bit(value, dtype)
         return self.casts[key][1]
 
     def to_aval(self, value: Value, aval: AbstractValue) -> Array:
@@ -265,7 +257,7 @@ def decide(
     if name == "gather" and _core.is_16bit(values[0].dtype) and not _programs.is_unique(equation):
         # Its gradient sums all entries of an index. XLA fuses the casts with the gather.
         return Decision(_core.FLOAT32, priority, reason, values[0].dtype)
-    dtype = common_dtype(values) if category == "widest" else None
+    dtype = _values.common_dtype(values) if category == "widest" else None
     return Decision(dtype, priority, reason)
 
 
@@ -309,7 +301,7 @@ def _of_matmul(
         if why:
             return Decision(None, Priority.COMPUTED, why, as_recorded=True)
     preferred = None if options is None else options.result_dtype
-    narrow = narrow_reason(policy.policy, outputs_of(equation, values))
+    narrow = narrow_reason(policy.policy, _values.outputs_of(equation, values))
     reason = policy.reason
     if narrow and not policy.is_full_precision:
         reason += f"; {narrow}"
@@ -344,7 +336,7 @@ def _is_fp32_only(equation: _compat.JaxprEqn, env: Environment, dtype: np.dtype)
     """
     var, consumers = equation.outvars[0], env.consumers
     is_only = consumers.is_fp32_only(var)
-    if dtype == _core.FLOAT16 and is_matmul(equation):
+    if dtype == _core.FLOAT16 and _values.is_matmul(equation):
         is_only = is_only or consumers.leads_to_fp32_only(var)
     return _programs.array_aval(var).dtype == _core.FLOAT32 and is_only
 
