@@ -20,7 +20,7 @@ from jaxmp._programs._analysis import Backward
 from jaxmp._programs._constructs import CONSTRUCTS, OPAQUE_CALLS
 from jaxmp._programs._distances import distance_calls
 from jaxmp._programs._interpreter import Frame, Place
-from jaxmp._programs._jaxprs import BACKWARD, FORWARD, array_aval, is_literal, phase_of
+from jaxmp._programs._jaxprs import BACKWARD, FORWARD, Equation, array_aval, is_literal, phase_of
 from jaxmp._programs._locations import call_stack
 from jaxmp._programs._matmuls import MATMULS, is_inner_product, is_outer_product, terms_of
 from jaxmp._programs._operations import axes_of, count_of_keys, dot_of, exponent_of
@@ -144,7 +144,7 @@ def _wide(avals: Iterable[Any]) -> tuple[Use, ...]:
     return tuple(Use.RESULT if is_kept(aval) else Use.NONE for aval in avals)
 
 
-def exact_uses(equation: JaxprEqn, use: Use) -> Use:
+def exact_uses(equation: Equation, use: Use) -> Use:
     """Returns the uses for which a matmul multiplies its FP32 operands as they are.
 
     An angle needs the coordinates of a point, up to 15. In a wide layer, roundings average out.
