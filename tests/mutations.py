@@ -969,6 +969,11 @@ the audit ignores an epsilon that is 0 in float16
 test_audit_plants.py::test_the_range_of_float16
 """,
     "jaxmp/_tools/audit/_check_integers.py": r"""
+the audit ignores coordinates that a matmul reads in 16 bits
+- if _programs.Use.ANGLE not in exact or not op.is_forward:
++ if True:
+test_audit_fixes.py::test_the_fix_of_coordinates_that_are_multiplied_in_16_bits
+
 the audit takes every integer for a small one
 - if integers.bound <= limit:
 + if integers.bound >= 0:
@@ -1161,6 +1166,11 @@ the gradient of a lookup is estimated by the number of indices
 test_audit.py::test_the_gradient_of_a_lookup_depends_on_the_rows_of_the_table
 """,
     "jaxmp/_tools/audit/_dataflow.py": r"""
+the audit loses a loss scale where a loss runs on several devices
+- square neg convert_element_type reshard
++ square neg convert_element_type
+test_audit.py::test_a_dynamic_loss_scale_that_is_never_used
+
 the audit ignores the loss scale in a division of gradients
 - return known[0] - known[1]
 + return known[0]
