@@ -266,7 +266,8 @@ def test_precision_highest_is_the_authors_choice():
         return jnp.matmul(x, x, precision="highest")
 
     report = audit(fn, shape(16, 16, dtype=jnp.float32), recipe=BF16)
-    assert report.ok and the_only(report.warnings, "fp32_matmul")
+    fix = the_only(report.warnings, "fp32_matmul").fix
+    assert report.ok and fix.startswith("Remove precision=HIGHEST, and apply the policies:\n    ")
 
 
 def test_the_optimizers_own_matmuls_are_not_the_models():

@@ -346,13 +346,15 @@ def _report_fp32(op: OpOccurrence, required: str, flops: int, audit: Auditor) ->
         reason += "; the code sets precision=HIGHEST" if is_highest else ""
     message = f"{op.name} of float32, {reason}."
     fix = promotion_fix(op, audit) or _fix_rule(op, audit) or fix_casts(op)
+    # With it, autocast keeps FP32 operands.
+    sentence = "Remove precision=HIGHEST, and apply" if is_highest else "Apply"
     # A rule for the root would reach its own operations alone.
     if required and op.module and not promotion_fix(op, audit):
-        fix = fix or f"Apply the policies:\n    {apply_code(op, audit.context)}"
+        fix = fix or f"{sentence} the policies:\n    {apply_code(op, audit.context)}"
         code = audit.context.with_rule(f"jaxmp.Rule({op.module!r}, 'c=f32')")
         fix += f"\nOr keep the module in FP32 by a rule:\n    {code}"
     severity = _checks.WARNING if is_highest else _checks.ERROR
-    fix = fix or apply_code(op, audit.context)
+    fix = fix or f"{sentence} the policies:\n    " * is_highest + apply_code(op, audit.context)
     audit.add(FP32_MATMUL, op, message, fix, severity=severity, flops=flops)
 
 
