@@ -141,6 +141,11 @@ autocast loses what a function writes to Flax objects
 test_nnx_gradients.py::test_autocast_writes_to_flax_objects_in_the_dtypes_of_the_function
 """,
     "jaxmp/_autocast/_decide.py": r"""
+autocast multiplies hidden layers before a sine in FP32
+- exact &= ~Use.ANGLE
++ pass
+test_autocast_magnified.py::test_hidden_layers_before_a_sine_run_in_16_bits
+
 a narrow matmul under autocast promotes what its result meets
 - Decision(dtype, Priority.NARROW, reason, _core.FLOAT32)
 + Decision(dtype, Priority.COMPUTED, reason, _core.FLOAT32)
@@ -159,7 +164,7 @@ the gradient of a gather is summed in 16 bits
 test_autocast_decisions.py::test_the_gradient_of_a_gather_is_a_sum_in_fp32
 
 a float16 product is rounded on the way to a mean
-- if dtype == _core.FLOAT16 and is_matmul(equation):
+- if dtype == _core.FLOAT16 and _values.is_matmul(equation):
 + if False:
 test_autocast.py::test_a_float16_product_on_the_way_to_a_mean_does_not_overflow
 
@@ -855,6 +860,11 @@ the audit of a script takes our frame for the caller
 test_audit_script.py::test_a_script_and_its_step_have_the_same_findings
 """,
     "jaxmp/_programs/_matmuls.py": r"""
+a product of one term rounds positions
+- terms_of(equation) == 1
++ not dot_of(equation).contracted[0]
+test_autocast.py::test_an_outer_product_keeps_positions
+
 the branches of an inner condition add up
 - inside = [max(inside, key=Counter.total)]
 + inside = list(inside)
@@ -893,6 +903,16 @@ autocast rounds a sigmoid before its logarithm
 -             used[0] |= _MAGNIFIED
 +             pass
 test_autocast_magnified.py::test_a_logarithm_magnifies_without_a_loss
+
+autocast rounds coordinates before their sine
+-             used[0] |= _ANGLE
++             pass
+test_autocast_magnified.py::test_coordinates_are_not_rounded_before_a_sine
+
+autocast multiplies wide layers before a sine in FP32
+- Use.ANGLE if terms in range(16)
++ Use.ANGLE if True
+test_autocast_magnified.py::test_hidden_layers_before_a_sine_run_in_16_bits
 
 autocast forgets what a jitted function does with its operands
 - if name in CONSTRUCTS or name in OPAQUE_CALLS:
@@ -954,12 +974,22 @@ the audit ignores full_precision
 test_audit.py::test_full_precision_is_allowed
 """,
     "jaxmp/_tools/audit/_check_float16.py": r"""
+the audit lets integer sums overflow in float16
+- if largest > _LARGEST:
++ if False:
+test_audit_plants.py::test_defects_in_parts_of_programs
+
 the audit ignores an epsilon that is 0 in float16
 - return LostEpsilon(op, message, fix) if is_zero else None
 + return None
 test_audit_plants.py::test_the_range_of_float16
 """,
     "jaxmp/_tools/audit/_check_integers.py": r"""
+the audit ignores coordinates that a matmul reads in 16 bits
+- if _programs.Use.ANGLE not in exact or not op.is_forward:
++ if True:
+test_audit_fixes.py::test_the_fix_of_coordinates_that_are_multiplied_in_16_bits
+
 the audit takes every integer for a small one
 - if integers.bound <= limit:
 + if integers.bound >= 0:
@@ -1152,6 +1182,11 @@ the gradient of a lookup is estimated by the number of indices
 test_audit.py::test_the_gradient_of_a_lookup_depends_on_the_rows_of_the_table
 """,
     "jaxmp/_tools/audit/_dataflow.py": r"""
+the audit loses a loss scale where a loss runs on several devices
+- square neg convert_element_type reshard
++ square neg convert_element_type
+test_audit.py::test_a_dynamic_loss_scale_that_is_never_used
+
 the audit ignores the loss scale in a division of gradients
 - return known[0] - known[1]
 + return known[0]

@@ -266,7 +266,8 @@ def test_precision_highest_is_the_authors_choice():
         return jnp.matmul(x, x, precision="highest")
 
     report = audit(fn, shape(16, 16, dtype=jnp.float32), recipe=BF16)
-    assert report.ok and the_only(report.warnings, "fp32_matmul")
+    fix = the_only(report.warnings, "fp32_matmul").fix
+    assert report.ok and fix.startswith("Remove precision=HIGHEST, and apply the policies:\n    ")
 
 
 def test_the_optimizers_own_matmuls_are_not_the_models():
@@ -952,9 +953,9 @@ def test_optimizer_state_in_train_states(framework):
     assert Path(finding.file).name == "relaxed.py" and finding.line
 
 
-def scaled_step(state, x, *, used):
+def scaled_step(state, x, *, used, over=lambda fn: fn):
     def loss_fn(params):
-        return (x @ params["w"]).astype(jnp.float32).sum()
+        return over(lambda w, x: (x @ w).astype(jnp.float32).sum())(params["w"], x)
 
     if used:
         loss, grads = state.value_and_grad(loss_fn)()
@@ -969,10 +970,16 @@ def scaled_state():
     return jaxmp.TrainState.create(apply_fn=None, params=params, tx=tx)
 
 
-@pytest.mark.parametrize("wrap", [lambda step: step, jax.jit])
-def test_a_dynamic_loss_scale_that_is_never_used(wrap):
+def over_devices(fn):
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("data",))
+    specs = {"in_specs": (PartitionSpec(), PartitionSpec("data")), "out_specs": PartitionSpec()}
+    return jax.shard_map(lambda w, x: lax.pmean(fn(w, x), "data"), mesh=mesh, **specs)
+
+
+@pytest.mark.parametrize("wrap, over", [(lambda fn: fn, over_devices), (jax.jit, lambda fn: fn)])
+def test_a_dynamic_loss_scale_that_is_never_used(wrap, over):
     def step(used):
-        return wrap(functools.partial(scaled_step, used=used))
+        return wrap(functools.partial(scaled_step, used=used, over=over))
 
     x = shape(8, 16, dtype=jnp.float32)
     finding = the_only(audit(step(False), scaled_state(), x).errors, "unused_loss_scale")

@@ -223,6 +223,13 @@ def test_a_cast_of_all_parameters_is_not_replaced(tmp_path):
     assert re.fullmatch(r"At [\w.]+:5, do not round float32\[64,16\] to 16 bits .*", fix)
 
 
+def test_the_fix_of_coordinates_that_are_multiplied_in_16_bits(tmp_path):
+    body = ["z = x[:, :2].astype(bf) @ x[:2].astype(bf)", "return jnp.sin(z).astype(x.dtype).sum()"]
+    step = loaded(source_of(body), tmp_path)
+    finding = the_only(jaxmp.audit(step, half().astype(jnp.float32)).errors, "rounded_input")
+    assert finding.trial == "works", finding.fix
+
+
 def test_the_fixes_of_sums_of_segments(tmp_path):
     """JAX also counts the largest elements of a segment, by which it divides their gradient."""
     body = [
@@ -576,14 +583,23 @@ class Field(nn.Module):
         return nn.Dense(16)(jnp.stack([jnp.sin(3 * row) for row in coordinates.T], -1))
 
 
-@pytest.mark.parametrize("computed", [lambda array: array, lambda array: 100 * array])
-def test_the_rule_of_a_rounded_argument_has_its_name_in_the_model(computed):
+class Fourier(nn.Module):
+    @nn.compact
+    def __call__(self, coordinates):
+        return nn.Dense(16)(jnp.sin(3 * nn.Dense(64, name="frequencies")(coordinates)))
+
+
+@pytest.mark.parametrize(
+    "model, computed",
+    [(Field(), lambda array: array), (Field(), lambda array: 100 * array), (Fourier(), jnp.copy)],
+)
+def test_the_rule_of_a_rounded_argument_has_its_name_in_the_model(model, computed):
     """The model reads an argument of the loss, or an array that is computed from it."""
     points, recipe = jnp.ones((4, 2)), jaxmp.load_recipe("bf16")
-    params = Field().init(jax.random.key(0), points)
+    params, plain = model.init(jax.random.key(0), points), model
 
     def report(recipe):
-        model = recipe.wrap(Field())
+        model = recipe.wrap(plain)
         fn = lambda params, batch: model.apply(params, computed(batch["points"]))
         loss = lambda params, batch: (fn(params, batch) ** 2).mean()
         return jaxmp.audit(jax.grad(loss), params, {"points": points}, recipe=recipe)

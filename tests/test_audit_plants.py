@@ -244,6 +244,11 @@ def ball_radius(x):
     return jnp.arccosh(2 / (1 - jnp.sum(x**2)) - 1)
 
 
+def integer_sums(x, dtype):
+    codes = x.astype(jnp.int8)
+    return lax.dot(codes.T, codes, preferred_element_type=jnp.int32).astype(dtype)
+
+
 FREQUENCIES = 1e4 ** (-jnp.arange(32) / 32)
 ROWS = jax.ShapeDtypeStruct((600, 4), BF16)
 INDICES = jnp.zeros(600, jnp.int32)
@@ -267,6 +272,8 @@ INDICES = jnp.zeros(600, jnp.int32)
         (lambda m: m.astype(F32) * ball_radius(FREQUENCIES), None),
         (lambda m: jnp.sin(m.astype(F16)).astype(BF16) * 2, "float16_range"),
         (lambda m: m.astype(F16).astype(BF16) * 2, "float16_range"),
+        (lambda m: integer_sums(m, F16), "float16_range"),
+        (lambda m: integer_sums(m, F32), None),
         (lambda m: 0.999 * m + 0.001 * m, None),
     ],
 )

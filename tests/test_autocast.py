@@ -171,10 +171,10 @@ def test_highest_precision_and_a_wider_accumulator_are_respected():
     assert dtypes(products(trace(wide, half, half))[0]) == (BF16, BF16, F32)
 
 
-def test_an_outer_product_keeps_positions():
-    def angles(positions, frequencies):
-        return jnp.einsum("i,j->ij", positions, frequencies)
-
+@pytest.mark.parametrize(
+    "angles", [lambda x, f: jnp.einsum("i,j->ij", x, f), lambda x, f: x[:, None] @ f[None]]
+)
+def test_an_outer_product_keeps_positions(angles):
     positions = jnp.arange(1000.0)
     out = autocast(angles, MIXED)(positions, jnp.ones(4))
     np.testing.assert_array_equal(out[:, 0], positions)
@@ -845,8 +845,8 @@ def under_autocast(build):
 
 def is_outer(equation):
     """Returns True for an outer product, which gains nothing from 16-bit operands."""
-    dimensions = equation.params["dimension_numbers"]
-    return equation.primitive.name == "dot_general" and not dimensions[0][0]
+    axes, shape = equation.params["dimension_numbers"][0][0], equation.invars[0].aval.shape
+    return equation.primitive.name == "dot_general" and all(shape[axis] == 1 for axis in axes)
 
 
 NORM = re.compile(r"/\w*(norm|_ln)", re.IGNORECASE)

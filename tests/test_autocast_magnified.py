@@ -1,6 +1,7 @@
 """autocast computes in FP32 what a logarithm, a root or a solver would magnify."""
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -219,6 +220,29 @@ def test_only_the_matmul_of_a_distance_is_fp32():
     z = POINTS + jnp.ones((40, 4))
     report = jaxmp.audit(jax.grad(autocast(loss, "bf16")), z, jnp.ones((4, 8)))
     assert {row.lhs for row in report.matmuls} == {"bfloat16", "float32"}
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_coordinates_are_not_rounded_before_a_sine(recipe):
+    def features(x, w):
+        z = x @ (20 * w) * jnp.float32(2 * np.pi)
+        return jnp.concatenate([jnp.sin(z), jnp.cos(z)], 1)
+
+    x, w = POINTS[:, [0, 0, 0]], FEATURES.repeat(3, 0)
+    assert np.abs(autocast(features, recipe)(x, w) - features(x, w)).max() < 1e-4
+    grad = jax.grad(lambda w: autocast(features, recipe)(x, w).sum())
+    assert jaxmp.audit(grad, w, recipe=recipe).ok
+
+
+@pytest.mark.parametrize("widths", [(16, 8), (4, 15, 8)])
+def test_hidden_layers_before_a_sine_run_in_16_bits(widths):
+    def layers(x):
+        for shape in itertools.pairwise(widths):
+            x = x @ jnp.ones(shape)
+        return jnp.sin(x)
+
+    rows = jaxmp.explain(layers, "bf16")(jnp.ones((2, widths[0]))).autocast.rows
+    assert {row.dtype for row in rows} == {"bfloat16"}
 
 
 # ---------------------------------------------------------------------------

@@ -425,8 +425,9 @@ def test_the_audit_reports_a_rounded_input_of_a_sine(name, policies, dtype):
 
 def test_no_report_of_activations_and_parameters():
     def wave(params, x, t):
-        hidden = x.astype("bfloat16") @ params["params"]["w"].astype("bfloat16")
+        wide = jnp.tile(x.astype("bfloat16"), 4)
+        hidden = wide @ params["params"]["w"].astype("bfloat16")
         return jnp.sin(hidden.astype("float32") + params["params"]["w"][:1]) + jnp.sin(t)[:, None]
 
-    report = jaxmp.audit(wave, {"params": {"w": jnp.ones((4, 4))}}, X, T)
+    report = jaxmp.audit(wave, {"params": {"w": jnp.ones((16, 4))}}, X, T)
     assert "rounded_input" not in report.counts()

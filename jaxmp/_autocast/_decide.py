@@ -17,17 +17,9 @@ import numpy as np
 from jax.core import AbstractValue
 
 from jaxmp import _core, _programs
+from jaxmp._autocast import _values
 from jaxmp._autocast._resolve import ScopePolicy
-from jaxmp._autocast._values import (
-    Priority,
-    Value,
-    common_dtype,
-    is_castable_aval,
-    is_matmul,
-    outputs_of,
-    to_16bit,
-    widest,
-)
+from jaxmp._autocast._values import Priority, Value, is_castable_aval, widest
 from jaxmp._core import Array, DTypeLike, _compat
 from jaxmp._policies._resolve import narrow_reason
 from jaxmp._programs import Frame, Use
@@ -44,11 +36,10 @@ _WHY_WIDE = {
     Use.SOLVED: "a factorization or a solve reads its result",
     Use.CHAINED: "a factorization or a solve reads a linear function of its result",
     Use.DISTANCE: "a distance or angle is a small difference of its result and other numbers",
+    Use.ANGLE: "a sine, cosine or tangent of its result is computed",
     Use.MAGNIFIED: "a logarithm, a root or a quotient magnifies its rounding",
     Use.RESULT: "the function returns it",
 }
-# Uses of the result of a matmul that multiplies its FP32 operands as they are.
-_IN_FP32 = Use.SOLVED | Use.CHAINED | Use.DISTANCE
 
 
 def is_identity(equation: _compat.JaxprEqn) -> bool:
@@ -175,7 +166,7 @@ class Environment:
             # Storing the array prevents the reuse of its id. The scope marks the cast, so that an
             # audit does not report it as implicit promotion.
             with jax.named_scope(_programs.AUTOCAST):
-                self.casts[key] = value.array, to_16bit(value, dtype)
+                self.casts[key] = value.array, _values.to_16bit(value, dtype)
         return self.casts[key][1]
 
     def to_aval(self, value: Value, aval: AbstractValue) -> Array:
@@ -266,7 +257,7 @@ def decide(
     if name == "gather" and _core.is_16bit(values[0].dtype) and not _programs.is_unique(equation):
         # Its gradient sums all entries of an index. XLA fuses the casts with the gather.
         return Decision(_core.FLOAT32, priority, reason, values[0].dtype)
-    dtype = common_dtype(values) if category == "widest" else None
+    dtype = _values.common_dtype(values) if category == "widest" else None
     return Decision(dtype, priority, reason)
 
 
@@ -301,13 +292,16 @@ def _of_matmul(
         )
     if not _core.is_16bit(recorded[0]):
         why = "its author asked for precision=HIGHEST" if options and options.is_highest else ""
-        fp32 = (reason for u, reason in _WHY_WIDE.items() if u in use & _IN_FP32)
+        exact = _programs.exact_uses(equation, use)
+        if any(v.dtype != _core.FLOAT32 or v.priority is Priority.NARROW for v in values[:2]):
+            exact &= ~Use.ANGLE  # a matmul in 16 bits has rounded the coordinates before
+        fp32 = (reason for u, reason in _WHY_WIDE.items() if u in exact)
         why = why or next(fp32, "")
         why = why or ("a loss selects FP32 values by it" if _is_selection(values, use) else "")
         if why:
             return Decision(None, Priority.COMPUTED, why, as_recorded=True)
     preferred = None if options is None else options.result_dtype
-    narrow = narrow_reason(policy.policy, outputs_of(equation, values))
+    narrow = narrow_reason(policy.policy, _values.outputs_of(equation, values))
     reason = policy.reason
     if narrow and not policy.is_full_precision:
         reason += f"; {narrow}"
@@ -342,7 +336,7 @@ def _is_fp32_only(equation: _compat.JaxprEqn, env: Environment, dtype: np.dtype)
     """
     var, consumers = equation.outvars[0], env.consumers
     is_only = consumers.is_fp32_only(var)
-    if dtype == _core.FLOAT16 and is_matmul(equation):
+    if dtype == _core.FLOAT16 and _values.is_matmul(equation):
         is_only = is_only or consumers.leads_to_fp32_only(var)
     return _programs.array_aval(var).dtype == _core.FLOAT32 and is_only
 

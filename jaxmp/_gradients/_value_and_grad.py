@@ -14,13 +14,7 @@ import numpy as np
 from jaxmp import _core
 from jaxmp._core import AxisNames, DTypeLike, PyTree, _compat
 from jaxmp._gradients._dynamic_loss_scale import LossScaleLike, as_loss_scale
-from jaxmp._gradients._evaluate import (
-    Options,
-    accumulate,
-    evaluate,
-    mean_of_sums,
-    reduce_sums,
-)
+from jaxmp._gradients._evaluate import Options, accumulate, evaluate, mean_of_sums, reduce_sums
 from jaxmp._gradients._fp32 import is_on_several_devices
 from jaxmp.errors import JaxmpError
 from jaxmp.fp8 import _overwritten

@@ -53,14 +53,18 @@ def is_inner_product(equation: Equation) -> bool:
     """
     if equation.primitive.name != "dot_general":
         return False
-    dot = dot_of(equation)
-    arrays = zip(equation.invars[:2], dot.contracted, dot.batch, strict=True)
-    return all(len(var.aval.shape) == len(k) + len(b) for var, k, b in arrays)
+    return array_aval(equation.outvars[0]).ndim == len(dot_of(equation).batch[0])
 
 
 def is_outer_product(equation: Equation) -> bool:
-    """Returns True for products that sum nothing."""
-    return equation.primitive.name == "dot_general" and not dot_of(equation).contracted[0]
+    """Returns True for products that sum nothing, such as positions times frequencies."""
+    return equation.primitive.name == "dot_general" and terms_of(equation) == 1
+
+
+def terms_of(equation: Equation) -> int:
+    """Returns the number of products that each result of a `dot_general` sums."""
+    shape = array_aval(equation.invars[0]).shape
+    return math.prod(shape[axis] for axis in dot_of(equation).contracted[0])
 
 
 def matmul_of(equation: Equation) -> Matmul:
@@ -93,7 +97,7 @@ def _dot(
             role = roles[-1]
             widths[role] = min(sizes[role], _trailing(shape, roles))
     vector = "N" not in roles_rhs or "M" not in roles_lhs or 1 in (sizes["M"], sizes["N"])
-    return 2 * math.prod(out) * inner, {} if vector else widths, bool(lhs_k)
+    return 2 * math.prod(out) * inner, {} if vector else widths, inner != 1
 
 
 def _roles(rank: int, contracted: Sequence[int], batch: Sequence[int], free: str) -> list[str]:

@@ -20,9 +20,9 @@ from jaxmp._programs._analysis import Backward
 from jaxmp._programs._constructs import CONSTRUCTS, OPAQUE_CALLS
 from jaxmp._programs._distances import distance_calls
 from jaxmp._programs._interpreter import Frame, Place
-from jaxmp._programs._jaxprs import BACKWARD, FORWARD, array_aval, is_literal, phase_of
+from jaxmp._programs._jaxprs import BACKWARD, FORWARD, Equation, array_aval, is_literal, phase_of
 from jaxmp._programs._locations import call_stack
-from jaxmp._programs._matmuls import MATMULS, is_inner_product, is_outer_product
+from jaxmp._programs._matmuls import MATMULS, is_inner_product, is_outer_product, terms_of
 from jaxmp._programs._operations import axes_of, count_of_keys, dot_of, exponent_of
 
 
@@ -51,6 +51,8 @@ class Use(enum.IntFlag):
     # A distance is the difference of the norms of its operands and of it, or an angle or a
     # hyperbolic distance that of 1 and of it.
     DISTANCE = enum.auto()
+    # A sine, cosine or tangent follows, as that of coordinates times frequencies.
+    ANGLE = enum.auto()
 
 
 def _named(names: str) -> frozenset[str]:
@@ -59,10 +61,10 @@ def _named(names: str) -> frozenset[str]:
 
 DECISIONS = Use.LOSS | Use.ORDER | Use.SOFTMAX
 # Uses for which a value should not be rounded.
-SENSITIVE = DECISIONS | Use.RESULT | Use.MAGNIFIED | Use.SOLVED | Use.CHAINED | Use.DISTANCE
+SENSITIVE = ~(Use.SUMMED | Use.PRODUCT)
 # The flags as integers: Python computes with `enum.IntFlag` ten times as slowly.
 _NONE, _RESULT, _LOSS, _ORDER, _SOFTMAX = map(int, (Use.NONE, *Use)[:5])
-_MAGNIFIED, _SOLVED, _CHAINED, _SUMMED, _PRODUCT, _DISTANCE = map(int, (Use.NONE, *Use)[5:])
+_MAGNIFIED, _SOLVED, _CHAINED, _SUMMED, _PRODUCT, _DISTANCE, _ANGLE = map(int, [*Use][4:])
 _DECISIONS = int(DECISIONS)
 _COMPARED = frozenset(("argmax", "argmin", "top_k", "approx_top_k", "sort"))
 # Operations that move or choose elements, and leave them as they are.
@@ -140,6 +142,16 @@ def wide_results(jaxpr: Jaxpr) -> tuple[Use, ...]:
 def _wide(avals: Iterable[Any]) -> tuple[Use, ...]:
     is_kept = lambda aval: _is_float(aval) and (aval.dtype.itemsize > 2 or aval.ndim == 0)
     return tuple(Use.RESULT if is_kept(aval) else Use.NONE for aval in avals)
+
+
+def exact_uses(equation: Equation, use: Use) -> Use:
+    """Returns the uses for which a matmul multiplies its FP32 operands as they are.
+
+    An angle needs the coordinates of a point, up to 15. In a wide layer, roundings average out.
+    """
+    terms = terms_of(equation) if equation.primitive.name == "dot_general" else None
+    angle = Use.ANGLE if terms in range(16) else Use.NONE
+    return use & (Use.SOLVED | Use.CHAINED | Use.DISTANCE | angle)
 
 
 class Uses(Backward):
@@ -241,6 +253,8 @@ class Uses(Backward):
             used[0] |= _MAGNIFIED
         if name in ("acos", "acosh"):
             used[0] |= _DISTANCE
+        if name in ("sin", "cos", "tan"):
+            used[0] |= _ANGLE
         if name == "div":
             used[1] = used[1] & (_DECISIONS | _SOLVED) | _MAGNIFIED
         # The gradient of a softmax multiplies it with other arrays, which attention does not. The

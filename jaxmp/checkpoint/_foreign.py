@@ -16,14 +16,7 @@ from etils import epath
 
 from jaxmp import _core
 from jaxmp._core import PyTree
-from jaxmp.checkpoint._description import (
-    FOREIGN,
-    Description,
-    Leaf,
-    Masters,
-    Scale,
-    is_below,
-)
+from jaxmp.checkpoint._description import FOREIGN, Description, Leaf, Masters, Scale, is_below
 from jaxmp.checkpoint._handler import stored_shape
 from jaxmp.errors import CheckpointError
 from jaxmp.optim import _roles

@@ -16,26 +16,12 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxmp import _core
 from jaxmp._core import DTypeLike, _compat
 from jaxmp.errors import CompositionError, JaxmpError
+from jaxmp.fp8 import _dims, _scaling
 from jaxmp.fp8._checkpoint import named_amax, named_result, named_values, saveable
-from jaxmp.fp8._dims import (
-    Dims,
-    Shardings,
-    before_transpose,
-    broadcast_factor,
-    dot_shardings,
-    make_dims,
-)
+from jaxmp.fp8._dims import Dims, Shardings
 from jaxmp.fp8._mx import MX_QUANTIZED, MXOperand, check_mx_device, is_native, mx_multiply
 from jaxmp.fp8._operands import AMAX, OBSERVE, OBSERVE_AND_QUANTIZE, QUANTIZE, Operand, as_floats
-from jaxmp.fp8._scaling import (
-    GEMMS,
-    DelayedScaling,
-    MXScaling,
-    RowwiseScaling,
-    Scaling,
-    ScalingLike,
-    as_scaling,
-)
+from jaxmp.fp8._scaling import DelayedScaling, MXScaling, RowwiseScaling, Scaling, ScalingLike
 from jaxmp.fp8._state import AGE, State, before_step, check_layer_state, next_state, of_operand
 
 _SIDES = {"lhs": 0, "rhs": 1}
@@ -65,7 +51,7 @@ class DotCall(NamedTuple):
 
     def format(self, gemm: str, role: str) -> Any:
         formats = self.scaling.formats(gemm)
-        return None if formats is None else formats[GEMMS[gemm].index(role)]
+        return None if formats is None else formats[_scaling.GEMMS[gemm].index(role)]
 
 
 def dot_general(scaling: ScalingLike = None, *, kernel: str = "rhs") -> Callable[..., jax.Array]:
@@ -115,7 +101,7 @@ def dot_general(scaling: ScalingLike = None, *, kernel: str = "rhs") -> Callable
       >>> y.dtype, float(y[0, 0])
       (dtype(bfloat16), 8.0)
     """
-    scaling = as_scaling(scaling)
+    scaling = _scaling.as_scaling(scaling)
     if kernel not in _SIDES:
         raise JaxmpError(
             f"kernel={kernel!r} must be 'rhs' or 'lhs'; for example fp8.dot_general(kernel='rhs')."
@@ -140,7 +126,7 @@ def _maker(scaling: Scaling, kernel: str) -> Callable[..., jax.Array]:
             as_floats(x, name, "fp8.dot_general") for x, name in ((lhs, "lhs"), (rhs, "rhs"))
         )
         _check_call(scaling, precision, state)
-        dims = make_dims(lhs, rhs, dimension_numbers)
+        dims = _dims.make_dims(lhs, rhs, dimension_numbers)
         call = DotCall(
             scaling,
             dims,
@@ -148,7 +134,7 @@ def _maker(scaling: Scaling, kernel: str) -> Callable[..., jax.Array]:
             (lhs.dtype, rhs.dtype),
             _result_dtype(lhs, rhs, preferred_element_type),
             precision,
-            dot_shardings(lhs, rhs, dims, out_sharding),
+            _dims.dot_shardings(lhs, rhs, dims, out_sharding),
         )
         # Inside `shard_map`, the gradient of an operand that is replicated over devices is a sum
         # over them. Casting both operands to device-varying makes the transpose compute this sum.
@@ -339,7 +325,7 @@ def _multiply(
         product = dot(*values, precision=precision, preferred_element_type=narrow)
         product = lax.convert_element_type(product, _core.FLOAT32)
         for side, factor in enumerate((lhs.factor, rhs.factor)):
-            product = product * broadcast_factor(dims.spread(factor, side), product)
+            product = product * _dims.broadcast_factor(dims.spread(factor, side), product)
         return lax.convert_element_type(product, dtype)
     # The operand that may equal that of other dots.
     factor, shared, on_gpu = lhs.factor * rhs.factor, 1 - call.kernel, _compat.target() == "gpu"
@@ -484,7 +470,7 @@ def _product_bwd(
         # The gradient of the result replaces operand `side`.
         lhs, rhs = (saved[0], operand) if side else (operand, saved[1])
         sharding = call.shardings[side]
-        sharding = None if sharding is None else before_transpose(sharding, order)
+        sharding = None if sharding is None else _dims.before_transpose(sharding, order)
         product = _multiply(call, gemm, lhs, rhs, dims, call.dtypes[side], sharding)
         results.append(jnp.transpose(product, order))
     if before is None or not isinstance(call.scaling, DelayedScaling):

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable
 from typing import NamedTuple
 
+import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
 
@@ -21,7 +22,8 @@ FLOAT16_RANGE = _checks.Check(
     explanation="A value leaves the range of float16: an epsilon below 3e-8 is 0 before a division,"
     " logarithm or root; a finite constant beyond 65504 is infinite; squares that are summed"
     " overflow from 256 on; attention multiplies queries and keys before it scales them; values are"
-    " cast from bfloat16 to float16 and back; or the gradient of a product of weights is rounded.",
+    " cast from bfloat16 to float16 and back; integer sums are cast before they are scaled; or the"
+    " gradient of a product of weights is rounded.",
     fix="x = x.astype(jnp.float32)",
     includes_optimizer=True,
 )
@@ -121,6 +123,27 @@ def check_formats(op: _checks.OpOccurrence, audit: _auditor.Auditor) -> OtherFor
     loss = "beyond 65504 it is inf" if dtype == _core.FLOAT16 else "it loses 3 bits of precision"
     fix = f"Keep one 16-bit format: remove .astype(jnp.{dtype.name}) at {op.where}."
     return OtherFormat(op, f"a {source.name} value is cast to {dtype.name}, where {loss}", fix)
+
+
+@FLOAT16_RANGE.on_operation("convert_element_type")
+def check_integer_sums(op: _checks.OpOccurrence, audit: _auditor.Auditor) -> None:
+    """Reports sums of an integer matmul that are cast to float16 before they are scaled."""
+    maker = op.body.maker_through(op.operands[0], _checks.LAYOUT)
+    if op.dtype != _core.FLOAT16 or maker is None or maker.primitive.name not in _programs.MATMULS:
+        return
+    matmul = _programs.matmul_of(maker)
+    if matmul.is_integer and np.bool_ not in (matmul.lhs, matmul.rhs):
+        terms = matmul.flops // max(1, 2 * op.result.aval.size)
+        largest = terms * jnp.iinfo(matmul.lhs).max * jnp.iinfo(matmul.rhs).max
+        message = (
+            f"integer sums of up to {largest:,} are cast to float16: beyond 65504 they are inf."
+        )
+        fix = (
+            "Cast the sums to FP32, multiply them by their scales, and cast the result to float16;"
+            " or keep a layer that quantizes its operands itself in FP32, by a rule."
+        )
+        if largest > _LARGEST:
+            audit.add(FLOAT16_RANGE, op, message, fix)
 
 
 @FLOAT16_RANGE.on_operation("convert_element_type")

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxmp import _core, _programs
-from jaxmp._tools.audit import _auditor, _check_ops, _checks, _dataflow, _labels, _origins
+from jaxmp._tools.audit import _auditor, _check_ops, _checks, _dataflow, _labels, _origins, _rows
 
 ROUNDED_INPUT = _checks.Check(
     id="rounded_input",
@@ -29,12 +29,15 @@ def check_rounding(op: _checks.OpOccurrence, audit: _auditor.Auditor) -> None:
         source, dtype = label.input, label.dtype
         example = "257 becomes 256" if dtype == "bfloat16" else "2049 becomes 2048"
         message = f"argument {source.location} is rounded to {dtype} before {op.name}: {example}."
-        fix = _keep_input(source.name, dtype, op, audit)
-        fix = fix or _origins.fix_rounding(op)
+        first, kept = (label.product, "float32") if label.product else (op, dtype)
+        fix = _keep_input(source.name, kept, first, audit)
+        fix = fix or _origins.fix_rounding(first)
         fix = fix or _origins.fix_operation(op, dtype)
         rounded = [x.fix for x in audit.flow.labels(RoundedValue, *operands)]
-        fix = fix if op.location.names or not rounded else rounded[0]
-        audit.add(ROUNDED_INPUT, op, message, fix)
+        fix = fix if op.location.names or label.product or not rounded else rounded[0]
+        # The FP32 sine of coordinates near 1 is off by no more than they are.
+        is_wide = label.product is not None and _checks.half_of(operands) is None
+        audit.add(ROUNDED_INPUT, op, message, fix, severity=_rows.WARNING if is_wide else "")
         return
     for value in audit.flow.labels(RoundedValue, *operands):
         if not value.op.is_own_call and not _origins.is_in_flax(value.op):  # A policy casts it.
@@ -43,6 +46,21 @@ def check_rounding(op: _checks.OpOccurrence, audit: _auditor.Auditor) -> None:
                 rule = _keep_input("", value.op.dtype.name, op, audit)
             value.remedy = rule or value.remedy
         value.report(f", and its {op.name} is computed at {op.where}")
+
+
+@ROUNDED_INPUT.on_operation("dot_general")
+def label_product(op: _checks.OpOccurrence, audit: _auditor.Auditor) -> None:
+    """Labels the angles of rounded coordinates, which are multiplied by frequencies."""
+    exact = _programs.exact_uses(op.equation, audit.use_of(op.result))
+    if _programs.Use.ANGLE not in exact or not op.is_forward:
+        return
+    rounded = audit.flow.labels(_labels.RoundedInput, *op.operands)
+    frequencies = audit.flow.labels(RoundedValue, *op.operands)
+    if rounded or audit.flow.labels(_labels.FloatInput, *op.operands):
+        angles = [dataclasses.replace(x, product=op) for x in rounded]
+        angles += [dataclasses.replace(x, severity=_rows.WARNING) for x in frequencies]
+        for label in angles:
+            audit.flow.mark(op.result, label)
 
 
 class RoundedValue(_labels.ConditionalFinding):

@@ -270,8 +270,9 @@ def _is_fp32_by_design(op: OpOccurrence, matmul: _programs.Matmul, audit: Audito
     a spectral norm requires FP32, too, and has few operations.
     """
     key, use = _Exact(op.location.names, op.line), audit.use_of(op.result)
-    fp32 = _programs.Use.SOLVED | _programs.Use.CHAINED | _programs.Use.DISTANCE
-    is_exact = bool(use & fp32) or _dataflow.is_of_power_iteration(op, use)
+    is_exact = bool(_programs.exact_uses(op.equation, use)) or _dataflow.is_of_power_iteration(
+        op, use
+    )
     is_exact |= _Exact((), _programs.call_site(op.equation)) in audit.collected[_Exact]
     if is_exact or _is_selection(op, use, audit):
         audit.collected[_Exact].append(key)
@@ -345,13 +346,15 @@ def _report_fp32(op: OpOccurrence, required: str, flops: int, audit: Auditor) ->
         reason += "; the code sets precision=HIGHEST" if is_highest else ""
     message = f"{op.name} of float32, {reason}."
     fix = promotion_fix(op, audit) or _fix_rule(op, audit) or fix_casts(op)
+    # With it, autocast keeps FP32 operands.
+    sentence = "Remove precision=HIGHEST, and apply" if is_highest else "Apply"
     # A rule for the root would reach its own operations alone.
     if required and op.module and not promotion_fix(op, audit):
-        fix = fix or f"Apply the policies:\n    {apply_code(op, audit.context)}"
+        fix = fix or f"{sentence} the policies:\n    {apply_code(op, audit.context)}"
         code = audit.context.with_rule(f"jaxmp.Rule({op.module!r}, 'c=f32')")
         fix += f"\nOr keep the module in FP32 by a rule:\n    {code}"
     severity = _checks.WARNING if is_highest else _checks.ERROR
-    fix = fix or apply_code(op, audit.context)
+    fix = fix or f"{sentence} the policies:\n    " * is_highest + apply_code(op, audit.context)
     audit.add(FP32_MATMUL, op, message, fix, severity=severity, flops=flops)
 
 

@@ -12,14 +12,7 @@ import jax
 import jax.extend.core
 import numpy as np
 from jax.extend.core import Jaxpr
-from jax.sharding import (
-    AbstractMesh,
-    AxisType,
-    Mesh,
-    NamedSharding,
-    PartitionSpec,
-    SingleDeviceSharding,
-)
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jaxmp import _core, _programs
 from jaxmp._core import _compat
@@ -329,7 +322,7 @@ class _Move:
         own = getattr(array, "sharding", None)
         sharding = own if _meshes_in(own) else asked
         if self._new is None:
-            sharding = SingleDeviceSharding(self._devices[0])
+            sharding = jax.sharding.SingleDeviceSharding(self._devices[0])
         elif isinstance(sharding, NamedSharding):
             sharding = NamedSharding(self._moved(sharding.mesh), sharding.spec)
         else:

@@ -210,14 +210,10 @@ def is_scale(op: OpOccurrence, var: _programs.Atom, labels_of: LabelsOf) -> bool
 
 _PRODUCTS = named("mul dot_general conv_general_dilated ragged_dot_general")
 _JOINS = named(
-    "add add_any sub max min select_n concatenate scatter-add dynamic_update_slice pad clamp"
+    "add add_any sub max min select_n concatenate stack pad clamp dynamic_update_slice scatter"
+    " scatter-add scatter-min scatter-max"
 )
-_LINEAR = named(
-    "neg abs reduce_sum reduce_max reduce_min cumsum convert_element_type reshape transpose"
-    " broadcast_in_dim slice squeeze expand_dims copy copy_p rev gather dynamic_slice split"
-    " reduce_precision stop_gradient optimization_barrier psum psum_invariant pvary pcast"
-    " all_gather reduce_scatter sharding_constraint reduce_window_sum"
-)
+_LINEAR = _programs.EXACT.union(named("abs reduce_sum cumsum reduce_window_sum")) - _JOINS
 _ROOTS = {"sqrt": 0.5, "rsqrt": -0.5, "square": 2.0}
 
 
@@ -276,7 +272,9 @@ def _is_neutral(var: _programs.Atom, op: OpOccurrence) -> bool:
 
     In a backward pass, such are all summands that are not proportional to the scale.
     """
-    source = op.body.source_of(var, named("broadcast_in_dim square neg convert_element_type"))
+    source = op.body.source_of(
+        var, named("broadcast_in_dim square neg convert_element_type reshard")
+    )
     is_large = lambda value: np.any(np.isfinite(value) & (np.abs(value) > 1e-3))
     is_constant = _programs.is_literal(source) and not is_large(source.val)
     return op.is_backward or is_constant

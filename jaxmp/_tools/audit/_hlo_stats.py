@@ -9,16 +9,9 @@ from typing import Any
 from jaxmp import _programs
 from jaxmp._core import Target
 from jaxmp._programs import Path
-from jaxmp._tools.audit import _hlo, _hlo_collectives, _rows
+from jaxmp._tools.audit import _hlo, _hlo_collectives, _hlo_matmuls, _rows
 from jaxmp._tools.audit._compile import Compiled
 from jaxmp._tools.audit._hlo_collectives import ArrayContents
-from jaxmp._tools.audit._hlo_matmuls import (
-    DataFlow,
-    HloMatmul,
-    is_matmul,
-    matmul_of_instruction,
-    parts,
-)
 from jaxmp._tools.report._section import bytes_text
 
 _VIEWS = frozenset({"bitcast", "get-tuple-element"})
@@ -142,7 +135,7 @@ def _named_reader(
             named = named or here
             if origins.module(here.op_name):
                 return here
-        if is_matmul(here):
+        if _hlo_matmuls.is_matmul(here):
             continue
         for reader in origins.program.readers(inside, here.name):
             picks = whole and reader.opcode == "get-tuple-element"
@@ -173,7 +166,7 @@ def read_program(
       is_weight: for each argument, True if it may be a parameter.
     """
     program = _hlo.Program(compiled.text)
-    flow, origins = DataFlow(program), Origins(program, names, root)
+    flow, origins = _hlo_matmuls.DataFlow(program), Origins(program, names, root)
     contents = ArrayContents(flow, is_weight)
     gemms: list[_rows.GemmRow] = []
     attention: list[_rows.AttentionRow] = []
@@ -181,8 +174,8 @@ def read_program(
     endless = 0
     for step in program.steps():
         endless += program.trips(step.instruction) is None
-        for part in parts(program, step):
-            matmul = matmul_of_instruction(flow, step, part)
+        for part in _hlo_matmuls.parts(program, step):
+            matmul = _hlo_matmuls.matmul_of_instruction(flow, step, part)
             if matmul is not None:
                 gemms.append(_gemm_row(matmul, step.times, origins, compiled))
             elif fused_attention(part.instruction):
@@ -246,7 +239,9 @@ def _collective_rows(
         )
 
 
-def _gemm_row(matmul: HloMatmul, times: int, origins: Origins, compiled: Compiled) -> _rows.GemmRow:
+def _gemm_row(
+    matmul: _hlo_matmuls.HloMatmul, times: int, origins: Origins, compiled: Compiled
+) -> _rows.GemmRow:
     fields = matmul._asdict()
     place = origins.of(fields.pop("named"))
     # The dtype in which the chip multiplies FP32 operands.

@@ -109,10 +109,14 @@ class Summand(Fact):
 
 @dataclasses.dataclass(frozen=True)
 class RoundedInput(Fact):
-    """Label of an FP32 argument that was rounded to 16 bits and only shifted or scaled since."""
+    """Label of an FP32 argument that was rounded to 16 bits and only shifted or scaled since.
+
+    product: the matmul of its coordinates and frequencies; None without one.
+    """
 
     input: FloatInput
     dtype: str
+    product: _checks.OpOccurrence | None = dataclasses.field(default=None, compare=False)
     survives: ClassVar = _MOVES | _checks.named("mul div add sub neg")
 
 

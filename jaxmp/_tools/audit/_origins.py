@@ -227,8 +227,8 @@ def fix_origins(op: OpOccurrence) -> str:
 
 
 def fix_rounding(op: OpOccurrence) -> str:
-    """Returns the fix of the casts to 16 bits from which an FP32 operand is computed, or ""."""
-    casts, waiting = [], [(op.operands[0], op)]
+    """Returns the fix of the casts to 16 bits from which FP32 operands are computed, or ""."""
+    casts, waiting = [], [(operand, op) for operand in op.operands]
     for origin in _makers(waiting):
         if _is_rounding(origin.equation) and _checks.half_of([origin.result]) is not None:
             casts.append(origin)
