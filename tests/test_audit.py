@@ -365,6 +365,16 @@ def test_alignment_follows_the_dtype(dtype, width, found):
     assert severities == ([found] if found else [])
 
 
+def test_notes_with_one_sentence_have_the_line_of_each_code():
+    def fn(x, w, v):
+        y = x @ w
+        return y @ v
+
+    text = audit(fn, shape(64, 64), shape(64, 500), shape(500, 36)).to_text()
+    codes = set(re.findall(r"width = (\d+)  # test_audit.py:(\d+)", text))
+    assert text.count("Round the width up") == 1 and len(codes) == 3
+
+
 def test_a_small_misaligned_matmul_is_a_note():
     def fn(x, big, odd):
         return x @ big, x[:1].repeat(8, 0) @ odd
@@ -1636,6 +1646,23 @@ class WeightNorm(nn.Module):
     def __call__(self, x):
         kernel = self.param("kernel", nn.initializers.ones, (16, 16))
         return x @ (kernel / jnp.linalg.norm(kernel, axis=0, keepdims=True))
+
+
+@pytest.mark.usefixtures("standard_promotion")  # of Flax
+@pytest.mark.parametrize("cls", [nn.SpectralNorm, nn.WeightNorm])
+def test_stored_weights_that_a_layer_normalizes_have_a_rule(cls):
+    options = {"update_stats": False} if cls is nn.SpectralNorm else {}
+    x, names = jnp.ones((4, 8)), {"jaxmp": jaxmp, "recipe": jaxmp.load_recipe("bf16_params")}
+    variables = cls(nn.Dense(8)).init(jax.random.key(0), x, **options)
+
+    def audited(recipe):
+        model, params = recipe.wrap(cls(nn.Dense(8))), recipe.cast_params(variables["params"])
+        loss_fn = lambda params: model.apply({**variables, "params": params}, x, **options).sum()
+        return audit(jax.grad(loss_fn), params, recipe=recipe)
+
+    (finding,) = audited(names["recipe"]).errors
+    exec(finding.fix.splitlines()[1].strip(), names)
+    assert finding.check == "norm_16bit" and audited(names["recipe"]).ok
 
 
 @pytest.mark.parametrize("value_and_grad", [jax.value_and_grad, jaxmp.value_and_grad])
