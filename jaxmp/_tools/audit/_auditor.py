@@ -188,9 +188,10 @@ class Auditor:
         if outer is None:
             self._uses = _programs.uses(scope.jaxpr)
         for var in scope.jaxpr.constvars:
-            value = scope.value(var) if _checks.dtype_of(var) in _checks.FLOATS else None
-            if value is not None and value.size == 1:
-                self.flow.mark(var, _dataflow.Scalar(float(value.reshape(()))))
+            if _checks.dtype_of(var) in _checks.FLOATS and var.aval.size == 1:
+                value = scope.value(var)
+                number = None if value is None else float(value.reshape(()))
+                self.flow.mark(var, _dataflow.Scalar(number, value is None))
         self.known, body = scope, scope.body
         above = _programs.Location() if outer is None else outer.location
         for equation in _programs.equations(scope.jaxpr, inside=False):
