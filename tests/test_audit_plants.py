@@ -7,6 +7,7 @@ from jax import lax
 
 import audit_decisions
 import audit_healthy
+import jaxmp
 from audit_plants import BF16, F16, F32, audit_problem, error_of, error_problem
 from gpu_compiler import has_compiler
 from grids import fast_cases
@@ -14,6 +15,7 @@ from jaxmp import audit, autocast
 
 W = jax.ShapeDtypeStruct((64, 64), F32)
 X = jax.ShapeDtypeStruct((16, 64), F32)
+SCALE = jaxmp.StaticLossScale(2.0**12)
 SCALAR = jax.ShapeDtypeStruct((), F32)
 
 # The planted mistakes promote implicitly.
@@ -275,6 +277,8 @@ INDICES = jnp.zeros(600, jnp.int32)
         (lambda m: integer_sums(m, F16), "float16_range"),
         (lambda m: integer_sums(m, F32), None),
         (lambda m: 0.999 * m + 0.001 * m, None),
+        (lambda m: (m @ m.T - jnp.diag(m @ m.T)).astype(F32), "rounded_output"),
+        (lambda m: (m @ m.T - jnp.diag(jnp.diag(m @ m.T))).astype(F32), None),
     ],
 )
 @pytest.mark.filterwarnings("ignore:scatter inputs have incompatible types")
@@ -307,6 +311,12 @@ def test_a_gradient_inside_of_a_loss_has_its_own_scale():
     scaled = lambda w, x: jax.grad(lambda x: 4096.0 * value(w, x))(x) / 4096.0
     assert severities(lambda w, x: jax.grad(value, 1)(w, x)) == ["warning"]
     assert severities(scaled) == []
+    slope = jaxmp.grad(value, 1, loss_scale=SCALE)
+    for inner in (slope, jax.vmap(slope, (None, 0)), jax.jit(jax.vmap(slope, (None, 0)))):
+        assert severities(inner) == []
+    # The scale is a constant of a jitted function, and one for each row.
+    rows = lambda w, x: w - 0.1 * jax.vmap(jaxmp.grad(value, loss_scale=SCALE), (None, 0))(w, x)[0]
+    assert checks(jax.jit(rows), W, X) == {}
 
 
 def test_a_loss_may_select_log_probabilities_in_fp32():

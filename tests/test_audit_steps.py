@@ -388,6 +388,19 @@ def test_moments_by_hand():
     assert counts(step, W, W, X) == {}
 
 
+def test_hyperparameters_that_a_step_replaces_may_have_16_bits():
+    tx = optax.inject_hyperparams(optax.sgd, hyperparam_dtype=BF16)(0.1)
+
+    def step(state, w, x, *rates):
+        state.hyperparams.update(zip(["learning_rate"], rates, strict=False))
+        updates, state = tx.update(jax.grad(loss)(w, x), state, w)
+        return state, optax.apply_updates(w, updates)
+
+    state = jax.eval_shape(tx.init, W)
+    assert counts(step, state, W, X) == {"optimizer_state_16bit": 1}
+    assert counts(step, state, W, X, jax.ShapeDtypeStruct((), BF16)) == {}
+
+
 def test_microbatches_of_jaxmp():
     def step(w, xs):
         return w - 0.1 * jaxmp.grad(loss, microbatches=4)(w, xs)

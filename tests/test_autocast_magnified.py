@@ -6,6 +6,7 @@ import itertools
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from jax import lax
 
@@ -185,6 +186,17 @@ def test_the_matmul_of_distances_and_its_gradients_are_fp32(product, recipe):
     ]
 
 
+def norms_without_zeros(z):
+    squares = optax.safe_norm(z, 1e-6, axis=1) ** 2
+    return jnp.exp(40 * z @ z.T - 20 * (squares[:, None] + squares[None])).mean()
+
+
+def diagonal(z):
+    gram = z @ z.T
+    squares = jnp.diag(gram)
+    return jnp.exp(40 * gram - 20 * (squares[:, None] + squares[None])).mean()
+
+
 def volume(z):
     # The cotangent of an inner product is a number, not a variable.
     return jnp.linalg.slogdet(z @ z.T + 1e-2 * jnp.eye(len(z)))[1] + z[0] @ z[1]
@@ -200,7 +212,7 @@ def hyperbolic(z):
     return jnp.arccosh(jnp.maximum(jnp.outer(time, time) - z @ z.T, 1.001)).mean()
 
 
-@pytest.mark.parametrize("loss", [volume, angle, hyperbolic])
+@pytest.mark.parametrize("loss", [norms_without_zeros, diagonal, volume, angle, hyperbolic])
 def test_ill_conditioned_matmuls_and_their_gradients_are_fp32(loss):
     z = POINTS + jnp.ones((40, 4))
     step = jax.value_and_grad(loss)

@@ -747,9 +747,12 @@ def test_gradients_in_a_loss_are_differentiated_again(outer, fn, getkey):
     }
     x = jax.random.normal(getkey(), (4, 8))
     expected = jax.jit(jax.grad(lambda p: fn(p, x, jnp.float32)))(params)
-    result = jax.jit(outer(lambda p: fn(p, x, jnp.float16, 2.0**10)))(params)
+    differentiated = outer(lambda p: fn(p, x, jnp.float16, 2.0**10))
+    result = jax.jit(differentiated)(params)
     for full, low in zip(jax.tree.leaves(expected), jax.tree.leaves(result), strict=True):
         assert jnp.linalg.norm(full - low) <= 5e-3 * jnp.linalg.norm(full)
+    # That of an FP32 weight gradient multiplies in 16 bits, too.
+    assert set(jaxmp.audit(differentiated, params).matmul_flops) == {("float16", "float16")}
 
 
 @pytest.mark.parametrize("differentiate", [jax.grad, jaxmp.grad])

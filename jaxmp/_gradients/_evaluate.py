@@ -77,7 +77,7 @@ def differentiate(
     inputs = tuple(_overwritten.to_max_accumulated(args[i]) for i in options.argnums)
 
     is_scaled = not isinstance(options.loss_scale, NoLossScale)
-    described = TracedLoss(is_scaled, traces_of((args, kwargs)), options.loss_scale._mark)
+    described = TracedLoss(is_scaled, traces_of((args, kwargs)), options.loss_scale._mark, [])
 
     def fn_of_inputs(*inputs: PyTree) -> tuple[jax.Array, PyTree]:
         if is_scaled:
@@ -98,7 +98,7 @@ def differentiate(
             widen = options.widen_params or is_on_several_devices(args, kwargs)
             run, inputs = with_fp32_gradients(run, inputs, regather=options.regather, widen=widen)
         loss, backward, (weight, aux) = jax.vjp(run, *inputs, has_aux=True)
-    check_matmuls(options.loss_scale._mark, backward)
+    check_matmuls(described, backward)
     cotangent, _ = _cotangent_and_unscale(loss, options)
     grads = backward(_compat.vary(cotangent, _compat.varying_axes(loss)))
     return Sums(loss, weight, grads), aux

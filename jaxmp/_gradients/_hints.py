@@ -29,11 +29,13 @@ class TracedLoss(NamedTuple):
     is_scaled: True if its gradient will be scaled.
     outer: the traces that its arguments belong to before they are differentiated.
     mark: that of the optimizer's loss scale.
+    models: (mark, line of the user) of float16 models, if its gradient will not be scaled.
     """
 
     is_scaled: bool
     outer: frozenset[Any]
     mark: Mark
+    models: list[tuple[Mark, tuple[str, int]]]
 
 
 # The loss that is being traced. Its models read it here, because no argument passes it to them.
@@ -76,7 +78,7 @@ def expect_scale(inputs: PyTree, mark: Mark) -> None:
     loss = traced.get()
     if trace is None and loss is not None and not loss.is_scaled:
         if not traces_of(inputs) <= loss.outer:
-            warn_of_gradient(mark, _core.user_line())
+            loss.models.append((mark, _core.user_line()))
     elif trace is not None and trace not in _gradients:
         # Flax NNX leaves the trace to the garbage collector; all others end with their function.
         _gradients[trace] = weakref.finalize(trace, warn_of_gradient, mark, _core.user_line())
@@ -98,20 +100,23 @@ def warn_of_gradient(mark: Mark, line: tuple[str, int]) -> None:
         warnings.warn_explicit(message, RecipeWarning, *line)
 
 
-def check_matmuls(mark: Mark, backward: Any) -> None:
+def check_matmuls(loss: TracedLoss, backward: Any) -> None:
     """Warns of a loss whose matmuls are wider than 16 bits, although the optimizer's recipe is not.
 
+    Warns of float16 models without a loss scale, too, if a gradient passes through one.
+
     Args:
-      mark: that of the optimizer's loss scale.
+      loss: the loss.
       backward: the result of `jax.vjp`. Most have 16-bit residuals, and are not searched.
     """
+    mark, jaxpr = loss.mark, getattr(backward, "jaxpr", None)
+    dtypes = {getattr(leaf, "dtype", None) for leaf in jax.tree.leaves(backward)}
+    for model, line in loss.models if _core.FLOAT16 in dtypes else ():
+        warn_of_gradient(model, line)
     if mark.dtype is None or mark.is_checked:
         return
     mark.is_checked = True
-    residuals, jaxpr = jax.tree.leaves(backward), getattr(backward, "jaxpr", None)
-    if jaxpr is None or any(
-        getattr(leaf, "dtype", None) in _core.FLOATS_16BIT for leaf in residuals
-    ):
+    if jaxpr is None or not dtypes.isdisjoint(_core.FLOATS_16BIT):
         return
     pairs = _programs.count_flops(jaxpr)
     dtypes = {dtype for pair in pairs for dtype in pair}

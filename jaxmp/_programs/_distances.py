@@ -14,11 +14,11 @@ from jaxmp._programs._constructs import CONSTRUCTS
 from jaxmp._programs._interpreter import Frame
 from jaxmp._programs._locations import call_stack
 from jaxmp._programs._matmuls import is_inner_product
-from jaxmp._programs._operations import exponent_of
+from jaxmp._programs._operations import exponent_of, name_of
 
-_SAME = frozenset(
-    ("transpose", "reshape", "broadcast_in_dim", "squeeze", "convert_element_type", "neg", "copy")
-)
+_SAME = frozenset(("transpose", "reshape", "broadcast_in_dim", "squeeze", "neg", "abs", "copy")) | {
+    "convert_element_type"
+}
 _SCALES = frozenset(("mul", "div"))
 _ADDS = frozenset(("add", "sub"))
 _BOUNDS = frozenset(("max", "min", "clamp", "select_n"))
@@ -53,13 +53,23 @@ class _Distances(Forward):
     ) -> list[_Terms | None]:
         name, variables = equation.primitive.name, equation.invars
         if name in CONSTRUCTS:
-            return self.enter(equation, self._known(variables, operands), frame)
+            known = self._known(variables, operands)
+            results = self.enter(equation, known, frame)
+            if name_of(equation) in ("diagonal", "_diag"):
+                # That of a Gram matrix. `jnp.diag` of a vector is a matrix, which has no norms.
+                is_matrix = getattr(variables[0].aval, "ndim", 0) > 1
+                squares = [both for _, both in known[0].dots if len(both) == 1 and is_matrix]
+                norms = frozenset[int]().union(*squares)
+                results[0] = _Terms(id(equation.outvars[0]), norms=norms, dots=known[0].dots)
+            return results
         if len(equation.outvars) != 1 or not variables:
             return [None] * len(equation.outvars)
         result = _Terms(id(equation.outvars[0]))
         arrays = [n for n, var in enumerate(variables) if getattr(var.aval, "ndim", 0)]
         if name in _SAME or (name in _SCALES and arrays == [0]) or (name, arrays) == ("mul", [1]):
-            return self._known(variables, operands)[arrays[0] : arrays[0] + 1] if arrays else [None]
+            # A number, by which `optax.safe_norm` replaces zeros, has the source 0.
+            terms = [*self._known(variables, operands), _Terms(0)]
+            return [terms[arrays[0] if arrays else -1]]
         terms = self._known(variables, operands)
         sources = [each.source for each in terms]
         norms = frozenset[int]().union(*(each.norms for each in terms))
@@ -70,7 +80,9 @@ class _Distances(Forward):
         if name == "sqrt":
             return [result._replace(roots=norms)]
         if name in _BOUNDS:
-            return [result._replace(norms=norms, roots=roots)]
+            chosen = set(sources[1:]) - {0} if name == "select_n" else ()
+            source = min(chosen) if len(chosen) == 1 else result.source
+            return [result._replace(source=source, norms=norms, roots=roots)]
         if name == "reduce_sum" and terms[0].square is not None:
             return [result._replace(norms=frozenset([terms[0].square]))]
         if name == "dot_general" and is_product and is_inner_product(equation):

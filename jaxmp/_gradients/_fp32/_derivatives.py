@@ -148,8 +148,8 @@ def transposed_dot(
         dimension_numbers=(contracted, batched),
         precision=equation.params["precision"],
     )
-    if dtype == _core.FLOAT32 and _compat.target() == "cpu":
-        out = _core.widened_product(product, lhs, rhs)
+    if dtype == _core.FLOAT32:
+        out = _programs.wide_matmul(product, lhs, rhs, dtype, is_transposed=True)
     else:
         out = product(lhs, rhs, preferred_element_type=dtype)
     return lax.transpose(out, np.argsort([*batch[side], *axes[0], *axes[1]]))
@@ -376,9 +376,11 @@ class _Wide(_programs.Interpreter):
         self, equation: JaxprEqn, operands: list[Array], frame: _programs.Frame
     ) -> list[Array]:
         is_wide = not self.variables.isdisjoint(equation.outvars)
-        if not is_wide or equation.primitive.name in MATMULS:
+        is_matmul = equation.primitive.name in MATMULS
+        run = (_wide_matmul if is_matmul else _in_fp32) if is_wide else _programs.bind
+        if is_matmul or not is_wide:
             operands = list(map(rounded, operands, equation.invars))
-        return as_list((_in_fp32 if is_wide else _programs.bind)(equation, operands))
+        return as_list(run(equation, operands))
 
 
 class _Inline(_programs.Interpreter):
@@ -419,16 +421,7 @@ def _dtype(var: Var | Literal) -> Any:
 
 
 def _in_fp32(equation: JaxprEqn, operands: list[Array]) -> Any:
-    name = equation.primitive.name
-    if name in MATMULS:
-        if name == "conv_general_dilated" and (convolve := _in_parts(equation, operands)):
-            return convolve(*operands)
-        if _compat.target() == "cpu" and any(map(is_16bit_aval, operands)):
-            return _core.widened_product(
-                lambda *wide, **dtype: _programs.bind(equation, list(wide), **dtype), *operands
-            )
-        return _programs.bind(equation, operands, preferred_element_type=_core.FLOAT32)
-    if name == "convert_element_type":
+    if equation.primitive.name == "convert_element_type":
         return operands[0]
     return _programs.bind(
         equation, [o.astype(_core.FLOAT32) if is_16bit_aval(o) else o for o in operands]
@@ -467,12 +460,21 @@ def run_forward(equation: JaxprEqn, operands: list[Array]) -> Any:
     if equation.primitive.name not in MATMULS or any(map(jnp.iscomplexobj, operands)):
         return _programs.bind(equation, operands)
 
+    return _wide_matmul(equation, operands).astype(_dtype(equation.outvars[0]))
+
+
+def _wide_matmul(equation: JaxprEqn, operands: list[Array]) -> Array:
+    """Runs a matmul with an FP32 result, whose own derivatives run in the operands' dtype."""
     lhs, rhs, *rest = operands
 
-    def multiply(*pair: Array, **wide: object) -> Any:
-        return (_in_fp32 if wide else _programs.bind)(equation, [*pair, *rest])
+    def product(*pair: Array, **dtypes: object) -> Any:
+        return _programs.bind(equation, [*pair, *rest], **dtypes)
 
-    return _core.wide_product(multiply, lhs, rhs, _core.FLOAT32).astype(_dtype(equation.outvars[0]))
+    is_convolution = equation.primitive.name == "conv_general_dilated"
+    if is_convolution and (convolve := _in_parts(equation, operands)):
+        multiply = lambda *pair, **dtypes: (convolve if dtypes else product)(*pair)
+        return _core.wide_product(multiply, lhs, rhs, _core.FLOAT32)
+    return _programs.wide_matmul(product, lhs, rhs, _core.FLOAT32, is_transposed=True)
 
 
 def is_16bit_aval(aval: object) -> bool:

@@ -217,5 +217,6 @@ def audit_program(
             has_carries = not constructs.isdisjoint(_programs.primitives(traced.jaxpr))
             edits = auditor.findings.edits
             report = _make_report.with_trials(report, edits, again, has_carries)
-    named = lambda f: dataclasses.replace(f, fix=_source.with_names_of(f.file, f.fix))
+    fix_of = lambda f: _source.without_repetition([_source.with_names_of(f.file, f.fix)])
+    named = lambda f: dataclasses.replace(f, fix=fix_of(f))
     return dataclasses.replace(report, findings=tuple(map(named, report.findings))), compiled

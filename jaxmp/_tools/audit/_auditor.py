@@ -36,6 +36,8 @@ class PolicyContext:
         self.wrap_code = f"model = jaxmp.load_recipe({text}).wrap(model)"
         self.autocast_code = f"fn = jaxmp.autocast(fn, {text})"
         self.loss_code = f"loss_fn = jaxmp.autocast(loss_fn, {text})"
+        sentence = "Keep the FP32 result, and let autocast multiply its gradient in 16 bits"
+        self.gradient_fix = f"{sentence}:\n    {self.loss_code}"
         self.allowed_dtypes = functools.cache(self._allowed_dtypes)
 
     def _allowed_dtypes(self, names: _programs.Path) -> frozenset[Any]:
@@ -136,12 +138,10 @@ class Auditor:
         self.fp8: dict[tuple[_programs.Path, str, tuple[str, int]], str] = {}
         # Parts of the program that are not counted, and why.
         self.notes: dict[str, None] = {}
-        # Values that checks collect during the walk, by type.
-        self.collected: defaultdict[type, list[Any]] = defaultdict(list)
+        # Values that checks collect during the walk, by their type or check.
+        self.collected: defaultdict[type | _checks.Check, list[Any]] = defaultdict(list)
         # (scopes, line) of a matmul -> the fix of the promotion that makes it wide.
         self.promotion_fixes: dict[tuple[_programs.Path, tuple[str, int]], str] = {}
-        # Numbers of the scalar arguments by which gradients are divided.
-        self.divisors: set[int] = set()
         # Bytes that the matmuls read and write, apart from those without floats.
         self.matmul_bytes = 0
         # Calls of the matmuls before a backward pass -> False for those of outer products alone.
@@ -187,6 +187,11 @@ class Auditor:
         """
         if outer is None:
             self._uses = _programs.uses(scope.jaxpr)
+        for var in scope.jaxpr.constvars:
+            if _checks.dtype_of(var) in _checks.FLOATS and var.aval.size == 1:
+                value = scope.value(var)
+                number = None if value is None else float(value.reshape(()))
+                self.flow.mark(var, _dataflow.Scalar(number, value is None))
         self.known, body = scope, scope.body
         above = _programs.Location() if outer is None else outer.location
         for equation in _programs.equations(scope.jaxpr, inside=False):

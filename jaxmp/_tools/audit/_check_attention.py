@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
 
 import numpy as np
 
@@ -151,14 +150,6 @@ DENSE_MASK = Check(
 )
 
 
-class _PassedMask(NamedTuple):
-    """Mask that attention receives as an array."""
-
-    op: OpOccurrence
-    # None if the mask depends on the program's inputs.
-    elements: np.ndarray | None
-
-
 @DENSE_MASK.on_operation("jit")
 def collect_mask(op: OpOccurrence, audit: _auditor.Auditor) -> None:
     """Collects declarations, and the mask of a call of attention in the forward pass."""
@@ -169,7 +160,8 @@ def collect_mask(op: OpOccurrence, audit: _auditor.Auditor) -> None:
         return
     mask = _mask_operand(op.equation)
     if mask is not None and mask.aval.shape[-2] > 1:
-        audit.collected[_PassedMask].append(_PassedMask(op, audit.known.value(mask)))
+        # The elements are None if the mask depends on the program's inputs.
+        audit.collected[DENSE_MASK].append((op, audit.known.value(mask)))
 
 
 @DENSE_MASK.on_program
@@ -183,11 +175,13 @@ def check_masks(audit: _auditor.Auditor, traced: _trace.Traced) -> None:
     declared = _declared_masks(program) if audit.collected[Declaration] else []
     unknown = dict.fromkeys(mask.path or "the model" for mask, is_known in declared if not is_known)
     if unknown:
-        note = (
-            f"the declared masks of {_paths_text(list(unknown))} depend on the program's inputs and"
-        )
-        audit.notes[f"{note} were not compared; pass arrays instead of shapes"] = None
-    passed = _with_structures(audit.collected[_PassedMask])
+        names = _paths_text(list(unknown))
+        note = f"the declared masks of {names} depend on the program's inputs and were not compared"
+        audit.notes[f"{note}; pass arrays instead of shapes"] = None
+    # Once for each array.
+    known = {id(mask): mask for _, mask in audit.collected[DENSE_MASK] if mask is not None}
+    structure_of = {key: _declared.structure_of(mask) for key, mask in known.items()}
+    passed = [(op, structure_of.get(id(mask))) for op, mask in audit.collected[DENSE_MASK]]
     in_layer = lambda op: _compat.is_within(op.equation.source_info, layer_attention)
     structures = {actual for op, actual in passed if in_layer(op)} | {mask for mask, _ in declared}
     for op, actual in passed:
@@ -237,15 +231,6 @@ def _declared_masks(program: _programs.Scope) -> list[tuple[Declaration, bool]]:
             _declared.check_known(mask, declaration)
         rows.append((declaration, mask is not None))
     return rows
-
-
-def _with_structures(passed: list[_PassedMask]) -> list[tuple[OpOccurrence, Declaration | None]]:
-    """Determines the structure of each mask, once for each array; None if it is not known."""
-    structures: dict[int, Declaration | None] = {}
-    for _, elements in passed:
-        if elements is not None and id(elements) not in structures:
-            structures[id(elements)] = _declared.structure_of(elements)
-    return [(op, structures.get(id(elements))) for op, elements in passed]
 
 
 # ---------------------------------------------------------------------------

@@ -11,10 +11,9 @@ import jax.tree_util as jtu
 import numpy as np
 
 from jaxmp import _core, _programs
-from jaxmp._tools.audit import _auditor, _check_ops, _checks, _rows, _trace
+from jaxmp._tools.audit import _auditor, _check_ops, _checks, _origins, _rows, _trace
 from jaxmp._tools.audit._dataflow import GRADIENT, From, is_argument, powers_of
 from jaxmp._tools.audit._labels import ConditionalFinding, Logits
-from jaxmp._tools.audit._origins import SUMS, fix_expression, fix_operation
 from jaxmp._tools.fixes._rewrite import scaled, with_finite_numbers
 
 FLOAT16_RANGE = _checks.Check(
@@ -58,11 +57,6 @@ class OtherFormat(ConditionalFinding):
     check = FLOAT16_RANGE
 
 
-class _Sum(NamedTuple):
-    square: Square
-    op: _checks.OpOccurrence
-
-
 # ---------------------------------------------------------------------------
 # Constants
 # ---------------------------------------------------------------------------
@@ -84,7 +78,7 @@ def report_epsilon(op: _checks.OpOccurrence, audit: _auditor.Auditor) -> None:
         divisor = op.operands[-1:] if op.name == "div" else op.operands[:1]
         lost = audit.flow.labels(LostEpsilon, *divisor)
         for label in lost:
-            label.fix = fix_operation(op, "float16", SUMS) or label.fix
+            label.fix = _origins.fix_operation(op, "float16", _origins.SUMS) or label.fix
         if lost:
             harm = f", and the {op.name} at {op.where} is not finite for 0"
             audit.report(LostEpsilon, divisor, harm)
@@ -156,18 +150,14 @@ def check_product_of_weights(op: _checks.OpOccurrence, audit: _auditor.Auditor) 
     is_read = any(map(_is_matmul, _check_ops.reads(op.equation, op.body)))
     if is_read and all(_checks.dtype_of(var) == _core.FLOAT16 for var in maker.invars[:2]):
         message = "the gradient of a product of weights is rounded to float16: sums beyond 65504"
-        fix = (
-            "Multiply the FP32 parameters, w = (a @ b).astype(jnp.float16), or the activations by"
-            " one weight after the other, y = (x @ a) @ b."
-        )
+        fix = "Multiply the FP32 parameters, w = (a @ b).astype(jnp.float16), or the activations by"
+        fix += " one weight after the other, y = (x @ a) @ b."
         audit.add(FLOAT16_RANGE, op, f"{message} are inf.", fix, severity=_checks.WARNING)
 
 
 def _is_matmul(equation: _programs.Equation) -> bool:
-    return (
-        equation.primitive.name in _programs.MATMULS
-        or _programs.name_of(equation) == _core.WIDENED_MATMUL
-    )
+    inside = _origins.equations_inside(equation)
+    return any(each.primitive.name in _programs.MATMULS for each in (equation, *inside))
 
 
 # ---------------------------------------------------------------------------
@@ -181,7 +171,7 @@ def label_square(op: _checks.OpOccurrence, audit: _auditor.Auditor) -> Square | 
     message = "squares of float16 are inf from 256 on, and 0 below 2e-4"
     if not _float16_operands(op) or not _check_ops.is_square(op.equation):
         return None
-    fix = fix_expression("Square in FP32", op) or FLOAT16_RANGE.fix
+    fix = _origins.fix_expression("Square in FP32", op) or FLOAT16_RANGE.fix
     return Square(op, message, fix)
 
 
@@ -190,14 +180,14 @@ def collect_sums(op: _checks.OpOccurrence, audit: _auditor.Auditor) -> None:
     """Collects sums of squares, as for a norm."""
     squares = audit.flow.labels(Square, *op.operands)
     if not op.is_backward:
-        audit.collected[_Sum] += [_Sum(square, op) for square in squares]
+        audit.collected[FLOAT16_RANGE] += [(square, op) for square in squares]
 
 
 @FLOAT16_RANGE.on_program
 def report_sums(audit: _auditor.Auditor, _: _trace.Traced) -> None:
     """Reports summed squares, unless they are the statistics of a norm that is reported."""
     norms = {f.op.line for f in audit.findings if f.check is _check_ops.NORM_16BIT}
-    for square, op in audit.collected[_Sum]:
+    for square, op in audit.collected[FLOAT16_RANGE]:
         if op.line not in norms:
             square.report(f"; they are summed at {op.where}")
 
@@ -281,7 +271,7 @@ def check_division(op: _checks.OpOccurrence, audit: _auditor.Auditor) -> None:
             continue
         powers = powers_of(audit.flow.of(other))
         for number in (n for n, power in powers.items() if power == divided):
-            audit.divisors.add(number)
+            audit.collected[SCALED_GRADIENTS].append(number)
             if _of_gradient(var, audit).get(number, 0) == 0:
                 message = "gradients are divided by the loss scale a second time."
                 fix = f"Remove the second division by the loss scale, at {op.where}."
@@ -322,7 +312,7 @@ def check_scales(audit: _auditor.Auditor, traced: _trace.Traced) -> Iterable[_ro
     scales = set(powers_of(audit.flow.of_all(var for _, var in traced.dynamic_scales())))
     if not scales and audit.float16_backward is not None:
         scales = audit.flow.scaled_by
-    scales = (scales | audit.divisors) & audit.flow.scaled_by
+    scales = scales.union(audit.collected[SCALED_GRADIENTS]) & audit.flow.scaled_by
     events = [event for event in audit.collected[_Event] if event.number in scales]
     for event in events:
         audit.add(SCALED_GRADIENTS, event.op, event.message, event.fix)

@@ -6,17 +6,22 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from pathlib import Path
 
 import jax.numpy as jnp
 import numpy as np
 
-from jaxmp import _core, _programs, losses
+from jaxmp import _core, _programs
 from jaxmp._tools.audit import _checks, _dataflow, _labels, _trace
 from jaxmp._tools.audit._auditor import Auditor
 from jaxmp._tools.audit._check_ops import LOSS_16BIT
 from jaxmp._tools.audit._checks import Check, OpOccurrence
-from jaxmp._tools.audit._origins import fix_cast, fix_expression, fix_operation, fix_sums
+from jaxmp._tools.audit._origins import (
+    fix_cast,
+    fix_expression,
+    fix_operation,
+    fix_sums,
+    is_in_flax,
+)
 from jaxmp._tools.fixes._rewrite import with_sums
 
 LOG_OF_ROUNDED = Check(
@@ -192,9 +197,9 @@ def check_logarithm(op: OpOccurrence, audit: Auditor) -> None:
 ROUNDED_OUTPUT = Check(
     id="rounded_output",
     explanation="A matmul rounds its result to 16 bits, and a log-softmax, log-sum-exp, softmax,"
-    " top-k, argmax or difference of a loss is computed from it, in FP32 or not: the logits of a"
-    " head or of a router, or a return of 300, which has steps of 2 in bfloat16. Not the softmax of"
-    " attention, which a matmul reads.",
+    " top-k, argmax, squared distance or difference of a loss is computed from it, in FP32 or not:"
+    " the logits of a head or router, or a return of 300, which has steps of 2 in bfloat16. Not"
+    " the softmax of attention, which a matmul reads.",
     fix="jnp.matmul(x, w, preferred_element_type=jnp.float32)",
 )
 
@@ -270,7 +275,8 @@ def label_output(op: OpOccurrence, audit: Auditor) -> None:
     result = op.result
     dtype = _checks.half_of(op.operands[:2]) and _checks.half_of([result])
     is_model = op.is_forward and not any(map(_checks.is_attention, op.enclosing))
-    if dtype is None or not is_model or _is_own_loss(op):
+    # The user states the `logits_dtype` of jaxmp's losses.
+    if dtype is None or not is_model or is_in_flax(op, "jaxmp/losses"):
         return
     message = f"the result is rounded to {dtype.name}, with steps of {_STEPS[dtype]} around 300"
     output = RoundedOutput(op, message, lambda: _fix_output(op, audit))
@@ -280,6 +286,10 @@ def label_output(op: OpOccurrence, audit: Auditor) -> None:
         output.report(_SOFTMAX_READS)
     elif _programs.Use.ORDER in use:
         output.report("; a top-k, argmax or sort compares it")
+    elif _programs.Use.DISTANCE in use:
+        output.report(
+            "; a squared distance is the difference of it and of norms, or an angle of it"
+        )
 
 
 @ROUNDED_OUTPUT.on_operation("logistic")
@@ -300,18 +310,12 @@ def label_softplus(op: OpOccurrence, audit: Auditor) -> None:
             audit.flow.mark(op.result, _Difference(rounded))
 
 
-def _is_own_loss(op: OpOccurrence) -> bool:
-    """Returns True inside of jaxmp's losses, whose `logits_dtype` the user states."""
-    site = _programs.call_site(op.equation)
-    return site is not None and site[0].co_filename.startswith(str(Path(losses.__file__).parent))
-
-
 def _fix_output(op: OpOccurrence, audit: Auditor) -> str:
     context, path = audit.context, op.module
     # The rule does not help where a policy returns FP32 already, but does not reach the layer, or
     # where the line of the user contains the matmul itself.
     has_rule = context.policies is not None and context.resolve(op.location.names).wide_output
-    is_wrapped = op.is_within((Path(losses.__file__).parents[1] / "_flax").as_posix())
+    is_wrapped = op.is_within("/jaxmp/_flax/")
     if path and not has_rule and is_wrapped and not with_sums(op.expression, "float32"):
         rule = context.with_rule(f"jaxmp.Rule({path!r}, 'o=f32')")
         return f"Return the FP32 sums of this layer, by a rule of the recipe:\n    {rule}"

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import itertools
 import math
-from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
 from jaxmp import _core, _programs
 from jaxmp._core import _compat
-from jaxmp._programs import Atom, Equation, Path
+from jaxmp._programs import Atom, Equation
 from jaxmp._tools.audit import _checks, _dataflow, _labels, _trace
 from jaxmp._tools.audit._auditor import Auditor
 from jaxmp._tools.audit._checks import Check, OpOccurrence
@@ -184,7 +183,8 @@ def _wide_operands(reader: Equation, upcast: Atom, op: OpOccurrence) -> list[Ato
 FP32_MATMUL = Check(
     id="fp32_matmul",
     explanation="A matmul or convolution reads FP32 where the policies require 16 bits. Without"
-    " policies: it reads FP32 that was cast up from 16 bits.",
+    " policies: it reads FP32 that was cast up from 16 bits. A note of speed in the second"
+    " derivative of a matmul with an FP32 result.",
     fix="model = jaxmp.load_recipe('bf16').wrap(model)\nfn = jaxmp.autocast(fn, 'bf16')",
 )
 OFF_POLICY_MATMUL = Check(
@@ -218,8 +218,8 @@ def check_operands(op: OpOccurrence, matmul: _programs.Matmul, flops: int, audit
     if not op.is_forward:
         # The cotangent of a matmul with a wider preferred_element_type is wide. Its FP32 result is
         # worth keeping, for a log-softmax in particular, so that only time is lost.
-        fix = "Keep the FP32 result, and let autocast multiply its gradient in 16 bits:\n"
-        fix += f"    {audit.context.loss_code}"
+        fix = audit.context.gradient_fix
+        audit.collected[MIXED_OPERANDS].append(_programs.call_site(op.equation))
     elif "\n" in fix:
         # The gradients of this matmul are as wide.
         audit.promotion_fixes.setdefault((op.location.names, op.line), fix)
@@ -243,22 +243,13 @@ def check_fp32(op: OpOccurrence, matmul: _programs.Matmul, flops: int, audit: Au
         _report_fp32(op, min(dtype.name for dtype in allowed), flops, audit)
 
 
-class _Exact(NamedTuple):
-    """Scopes and line of a matmul that is FP32 by design, and of its gradients.
-
-    Of one inside of a solver, which the derivatives of the solver call, too: the call.
-    """
-
-    names: Path
-    line: Any
-
-
 @FP32_MATMUL.on_operation("custom_linear_solve", "call_hi_primitive")
 def collect_solver(op: OpOccurrence, audit: Auditor) -> None:
     """Collects the matmuls of a linear solve or a root, which keep their dtype under autocast."""
     inside = (_programs.equations(jaxpr) for jaxpr in _programs.sub_jaxprs(op.equation))
     matmuls = (e for e in itertools.chain(*inside) if e.primitive.name in _programs.MATMULS)
-    audit.collected[_Exact] += {_Exact((), _programs.call_site(e)) for e in matmuls}
+    # Derivatives of the solver call them, too, in other scopes.
+    audit.collected[FP32_MATMUL] += {((), _programs.call_site(e)) for e in matmuls}
 
 
 def _is_fp32_by_design(op: OpOccurrence, matmul: _programs.Matmul, audit: Auditor) -> bool:
@@ -269,14 +260,14 @@ def _is_fp32_by_design(op: OpOccurrence, matmul: _programs.Matmul, audit: Audito
     error, and the selected values, which the matmul itself does not round. The power iteration of
     a spectral norm requires FP32, too, and has few operations.
     """
-    key, use = _Exact(op.location.names, op.line), audit.use_of(op.result)
-    is_exact = bool(_programs.exact_uses(op.equation, use)) or _dataflow.is_of_power_iteration(
-        op, use
-    )
-    is_exact |= _Exact((), _programs.call_site(op.equation)) in audit.collected[_Exact]
+    exact = audit.collected[FP32_MATMUL]
+    key, use = (op.location.names, op.line), audit.use_of(op.result)
+    is_exact = bool(_programs.exact_uses(op.equation, use))
+    is_exact |= _dataflow.is_of_power_iteration(op, use)
+    is_exact |= ((), _programs.call_site(op.equation)) in exact
     if is_exact or _is_selection(op, use, audit):
-        audit.collected[_Exact].append(key)
-    return _checks.is_internal_matmul(op, matmul) or key in audit.collected[_Exact]
+        exact.append(key)
+    return _checks.is_internal_matmul(op, matmul) or key in exact
 
 
 def _is_selection(op: OpOccurrence, use: _programs.Use, audit: Auditor) -> bool:
@@ -345,7 +336,10 @@ def _report_fp32(op: OpOccurrence, required: str, flops: int, audit: Auditor) ->
         reason = f"but the policies require {required}"
         reason += "; the code sets precision=HIGHEST" if is_highest else ""
     message = f"{op.name} of float32, {reason}."
-    fix = promotion_fix(op, audit) or _fix_rule(op, audit) or fix_casts(op)
+    mixed = audit.collected[MIXED_OPERANDS]
+    is_second = not op.is_forward and _programs.call_site(op.equation) in mixed
+    own = audit.context.gradient_fix if is_second else _fix_rule(op, audit) or fix_casts(op)
+    fix = promotion_fix(op, audit) or own
     # With it, autocast keeps FP32 operands.
     sentence = "Remove precision=HIGHEST, and apply" if is_highest else "Apply"
     # A rule for the root would reach its own operations alone.
@@ -355,6 +349,7 @@ def _report_fp32(op: OpOccurrence, required: str, flops: int, audit: Auditor) ->
         fix += f"\nOr keep the module in FP32 by a rule:\n    {code}"
     severity = _checks.WARNING if is_highest else _checks.ERROR
     fix = fix or f"{sentence} the policies:\n    " * is_highest + apply_code(op, audit.context)
+    severity = _checks.NOTE if is_second else severity
     audit.add(FP32_MATMUL, op, message, fix, severity=severity, flops=flops)
 
 
@@ -413,9 +408,10 @@ def check_sizes(op: OpOccurrence, matmul: _programs.Matmul, flops: int, audit: A
         fix += "".join(f"\n    width = {n}" for n in sorted(set(paddings.values())))
     finding = audit.add(MISALIGNED_MATMUL, op, message, fix, flops=flops)
     if classes:
-        audit.collected[_Classes].append(_Classes(op.line, classes))
+        audit.collected[MISALIGNED_MATMUL].append((op.line, classes))
     # Smaller sizes, such as three channels or one output, are those of the data, as are classes.
-    is_data = lambda n: n < multiple or _Classes(finding.op.line, n) in audit.collected[_Classes]
+    outputs = audit.collected[MISALIGNED_MATMUL]
+    is_data = lambda n: n < multiple or (finding.op.line, n) in outputs
     waste = math.prod(paddings[role] / n for role, n in sizes.items() if not is_data(n)) - 1
     finding.add_harm(round(waste * flops))
 
@@ -428,13 +424,6 @@ def _is_mapped(op: OpOccurrence) -> bool:
     if op.name != "dot_general" or _programs.dot_of(op.equation).batch[0]:
         return False
     return any("vmap(" in str(e.source_info.name_stack) for e in (op.equation, *op.enclosing))
-
-
-class _Classes(NamedTuple):
-    """Line of a matmul of logits, and the number of classes."""
-
-    line: tuple[str, int]
-    classes: int
 
 
 def _classes_of(op: OpOccurrence, audit: Auditor) -> int:

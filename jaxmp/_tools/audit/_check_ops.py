@@ -87,10 +87,8 @@ def check_softmax(op: _checks.OpOccurrence, dtype: np.dtype, audit: _auditor.Aud
     """Reports the exponential of a softmax."""
     if _role_of_exponential(op, audit) == "softmax":
         is_own = op.is_own_call or not op.location.names
-        if is_own:
-            fix = _origins.fix_operation(op, dtype.name)
-        else:
-            fix = _origins.apply_code(op, audit.context)
+        applied = _origins.apply_code(op, audit.context)
+        fix = _origins.fix_operation(op, dtype.name) if is_own else applied
         message = f"softmax in {dtype.name}: its probabilities have {_PRECISION[dtype.name]}."
         audit.add(SOFTMAX_16BIT, op, message, fix)
 
@@ -159,19 +157,19 @@ def _follows_sum_of_exp(op: _checks.OpOccurrence) -> bool:
 # ---------------------------------------------------------------------------
 
 
-@NORM_16BIT.on_16_bits
-def check_inverse_root(op: _checks.OpOccurrence, dtype: np.dtype, audit: _auditor.Auditor) -> None:
-    """Reports an inverse square root, by which norms multiply."""
-    if op.name == "rsqrt" and not op.is_backward:
-        _report_norm(op, dtype, audit)
-
-
-@NORM_16BIT.on_operation("sqrt")
+@NORM_16BIT.on_operation("sqrt", "rsqrt")
 def check_root(op: _checks.OpOccurrence, audit: _auditor.Auditor) -> None:
-    """Reports the square root of a mean, by which a norm divides."""
+    """Reports the root of a mean, by which a norm divides or multiplies."""
     dtype = _checks.half_of(op.operands)
-    if dtype is not None and not op.is_backward and is_sum(op):
-        _report_norm(op, dtype, audit)
+    is_norm = op.name == "rsqrt" or is_sum(op)
+    if dtype is None or op.is_backward or not is_norm or op.result not in op.body.consumers:
+        return
+    limit = "8 bits of precision" if dtype.name == "bfloat16" else "no values below 6e-8"
+    message = f"{op.name} in {dtype.name}: the variance or sum of squares has {limit}."
+    fix = _origins.fix_operation(op, dtype.name, _origins.SUMS)
+    if op.location.names and not _rewrite.in_fp32(op.expression):
+        fix = _origins.apply_code(op, audit.context)
+    audit.add(NORM_16BIT, op, message, fix or _FIX_NORM)
 
 
 @NORM_16BIT.on_operation("dot_general")
@@ -182,6 +180,22 @@ def check_power_iteration(op: _checks.OpOccurrence, audit: _auditor.Auditor) -> 
         message = f"a power iteration multiplies in {dtype.name}, and the gradient of the norm is a"
         message += " difference of close numbers."
         audit.add(NORM_16BIT, op, message, _origins.fix_operation(op) or _FIX_POWER)
+
+
+@NORM_16BIT.on_program
+def suggest_storage(audit: _auditor.Auditor, traced: _trace.Traced) -> None:
+    """Replaces the fix where Flax computes a norm of 16-bit weights, as in `nn.SpectralNorm`."""
+    may_be_weights, has_policies = traced.may_be_weights(), audit.context.policies is not None
+    for finding in (f for f in audit.findings if f.check is NORM_16BIT and has_policies):
+        op, call = finding.op, _origins.call_and_type(finding.op.equation)
+        alike = (e for e in op.body.jaxpr.eqns if _origins.call_and_type(e) == call)
+        sources = (v for e in alike for var in e.invars for v in _dataflow.near(var, op.body))
+        numbers = {label.number for label in audit.flow.labels(_dataflow.From, *sources)}
+        stored = {n: traced.leaves[n].value.dtype for n in sorted(numbers) if may_be_weights[n]}
+        paths = [traced.rule_path(n) for n, dtype in stored.items() if _core.is_16bit(dtype)]
+        if paths and _origins.is_in_flax(op):
+            code = audit.context.with_rule(", ".join(f"jaxmp.Rule({p!r}, 'p=f32')" for p in paths))
+            finding.fix = f"Store the weights that the layer normalizes in FP32:\n    {code}"
 
 
 def is_square(equation: _programs.Equation) -> bool:
@@ -229,15 +243,6 @@ def _contains_sum(equation: _programs.Equation) -> bool:
     return any(
         each.primitive.name in _SUMS for each in (equation, *_origins.equations_inside(equation))
     )
-
-
-def _report_norm(op: _checks.OpOccurrence, dtype: np.dtype, audit: _auditor.Auditor) -> None:
-    limit = "8 bits of precision" if dtype.name == "bfloat16" else "no values below 6e-8"
-    message = f"{op.name} in {dtype.name}: the variance or sum of squares has {limit}."
-    fix = _origins.fix_operation(op, dtype.name, _origins.SUMS)
-    if op.location.names and not _rewrite.in_fp32(op.expression):
-        fix = _origins.apply_code(op, audit.context)
-    audit.add(NORM_16BIT, op, message, fix or _FIX_NORM)
 
 
 # ---------------------------------------------------------------------------

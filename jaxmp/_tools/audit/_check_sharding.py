@@ -320,10 +320,8 @@ def check_activations(program: CompiledProgram, audit: _auditor.Auditor) -> Iter
     weights = _large(program, _hlo_collectives.WEIGHT, "all-gather")
     if _bytes(rows) > _FEW * _bytes(weights):
         axis = next(name for name in rows[0].axes if name in axes)
-        message = (
-            f"activations are gathered over the axis {axis!r}, which splits the parameters and"
-        )
-        message += " the batch, instead of weights."
+        message = f"activations are gathered over the axis {axis!r}, which splits the parameters"
+        message += " and the batch, instead of weights."
         yield _whole(ACTIVATION_ALL_GATHER, rows, message, _FIX_ACTIVATIONS.format(axis=axis))
 
 
@@ -336,38 +334,35 @@ def check_kept_weights(program: CompiledProgram, audit: _auditor.Auditor) -> Ite
     if _bytes(rows) > _FEW * _bytes(weights):
         recipe = audit.context.recipe
         fix = _FIX_REGATHER if recipe is not None and not recipe.regather else _FIX_KEPT
-        if audit.collected[_MicrobatchLoop] and not any(row.in_outer_loop for row in rows):
+        if audit.collected[REDUCTION_PER_MICROBATCH] and not any(row.in_outer_loop for row in rows):
             fix = _FIX_KEPT_IN_LOOP
         message = "gathered weights are kept until the backward pass."
         yield _whole(KEPT_WEIGHTS, rows, message, fix)
 
 
-class _MicrobatchLoop(NamedTuple):
-    """Loop that contains whole backward passes and updates no argument."""
-
-    length: int | None
-
-
 @REDUCTION_PER_MICROBATCH.on_operation(*_programs.LOOPS)
 def collect_loops(op: _checks.OpOccurrence, audit: _auditor.Auditor) -> None:
-    """Collects the loops over microbatches; a loop over training steps updates its arguments."""
+    """Collects the lengths of loops over microbatches.
+
+    A loop over training steps updates its arguments.
+    """
     if op.location.differentiated or not op.is_forward:
         return
     body = op.loop.jaxpr
     stacks = (str(equation.source_info.name_stack) for equation in _programs.equations(body))
     is_backward = any(_programs.phase_of(stack) == _programs.BACKWARD for stack in stacks)
     if is_backward and not audit.flow.labels(_dataflow.Update, *body.outvars):
-        audit.collected[_MicrobatchLoop].append(_MicrobatchLoop(op.loop.length))
+        audit.collected[REDUCTION_PER_MICROBATCH].append(op.loop.length)
 
 
 @REDUCTION_PER_MICROBATCH.on_compiled
 def check_microbatches(program: CompiledProgram, audit: _auditor.Auditor) -> Iterator[Finding]:
     """Reports sums of gradients in a loop over microbatches."""
-    loops = audit.collected[_MicrobatchLoop]
+    lengths = audit.collected[REDUCTION_PER_MICROBATCH]
     gradients = _large(program, _hlo_collectives.WEIGHT_GRADIENT)
     rows = [row for row in gradients if row.in_outer_loop and row.axes]
-    if loops and rows:
-        length = loops[0].length
+    if lengths and rows:
+        length = lengths[0]
         count = length or "an unknown number of"
         message = f"gradients are summed over devices in a loop over {count} microbatches, once in"
         message += " each of them."

@@ -252,10 +252,8 @@ def check_cast(op: OpOccurrence, audit: Auditor) -> None:
         after = 14 * math.prod(result.aval.shape)
         before = 6 * math.prod(table.shape) + 4 * math.prod(result.aval.shape)
         if before < after:
-            message = (
-                f"the lookup moves {bytes_text(after)} in FP32 and casts the rows to {dtype.name};"
-                f" to cast the table first moves {bytes_text(before)}."
-            )
+            message = f"the lookup moves {bytes_text(after)} in FP32 and casts the rows to"
+            message += f" {dtype.name}; to cast the table first moves {bytes_text(before)}."
             code = f"x = table.astype(jnp.{dtype.name})[tokens]"
             code = code if label.op.is_own_call else f"dtype=jnp.{dtype.name}"
             fix = f"Cast the table before the lookup:\n    {code}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax.numpy as jnp
 import jax.tree_util as jtu
@@ -24,6 +24,7 @@ from jaxmp._tools.audit._dataflow import From, Power, Update
 from jaxmp._tools.audit._rows import Finding
 from jaxmp._tools.audit._trace import Traced
 from jaxmp._tools.fixes import _rewrite
+from jaxmp._tools.report import _section
 from jaxmp.optim import _moments, _roles, _rounding
 
 # ---------------------------------------------------------------------------
@@ -76,6 +77,7 @@ _FIX_ROUNDED = (
     "    tx = jaxmp.load_recipe('{recipe}').replace(master='none').optimizer(tx)\n"
     "    tx = jaxmp.optim.stochastic_rounding(tx)"
 )
+_FIX_INJECTED = "tx = optax.inject_hyperparams(optax.adam, hyperparam_dtype=jnp.float32)(1e-3)"
 _FIX_NNX = "loss, grads = optimizer.value_and_grad(loss_fn)(model, batch)"
 _FIX_AVERAGE = (
     "Make the average in FP32, from the train state, the optimizer or the parameters:\n"
@@ -85,8 +87,8 @@ _FIX_AVERAGE = (
 )
 # Limits of each dtype, for messages.
 _TEXTS = {
-    "bfloat16": {"least": "2**-9", "limit": "256", "recipe": "bf16_params"},
-    "float16": {"least": "2**-12", "limit": "2048", "recipe": "fp16_params"},
+    "bfloat16": {"least": "2**-9", "limit": "256", "recipe": "bf16_params", "lost": "0.999 is 1"},
+    "float16": {"least": "2**-12", "limit": "2048", "recipe": "fp16_params", "lost": "1e-8 is 0"},
 }
 
 
@@ -113,9 +115,6 @@ def label_arguments(audit: _auditor.Auditor, traced: Traced) -> None:
                 audit.flow.mark(var, Power(number, 1.0))
         elif jnp.issubdtype(_checks.dtype_of(var), jnp.integer) and var.aval.size == 1:
             audit.flow.mark(var, _check_integers.STEPS)
-    for var in traced.jaxpr.constvars:
-        if _checks.dtype_of(var) in _checks.FLOATS and var.aval.size == 1:
-            audit.flow.mark(var, _dataflow.SCALAR)
 
 
 # ---------------------------------------------------------------------------
@@ -126,16 +125,18 @@ def label_arguments(audit: _auditor.Auditor, traced: Traced) -> None:
 @OPTIMIZER_STATE_16BIT.on_program
 def check_optimizer_state(audit: _auditor.Auditor, traced: Traced) -> Iterator[Finding]:
     """Reports 16-bit leaves of optimizer states, and moments that are written by hand."""
-    step = step_of(audit, traced)
-    # (whether optax averages with them, dtype) -> numbers of the leaves.
-    states: dict[tuple[bool, str], list[int]] = {}
-    kept = _moments_by_choice(traced)
-    for number, aval in step.avals.items():
-        if step.in_optimizer[number] and aval.dtype in _core.FLOATS_16BIT and number not in kept:
-            is_average = step.leaves[number].role == _roles.AVERAGE
-            states.setdefault((is_average, aval.dtype.name), []).append(number)
-    for (is_average, dtype), numbers in states.items():
-        yield _optimizer_state_finding(dtype, numbers, is_average, step, traced)
+    step, kept = step_of(audit, traced), _moments_by_choice(traced)
+    is_injected = lambda number: step.leaves[number].field == "hyperparams"
+    is_average = lambda number: step.leaves[number].role == _roles.AVERAGE
+    numbers = (n for n in step.avals if step.in_optimizer[n] and n not in kept)
+    numbers = (n for n in numbers if step.avals[n].dtype in _core.FLOATS_16BIT)
+    # A schedule, or the step itself, may replace a hyperparameter.
+    returned = {label.number for label in audit.flow.labels(From, *traced.jaxpr.outvars)}
+    numbers = (n for n in numbers if n in returned or not is_injected(n))
+    key_of = lambda n: (step.avals[n].dtype.name, is_average(n), is_injected(n))
+    states = _section.grouped(numbers, key_of)
+    for key, group in states.items():
+        yield _optimizer_state_finding(*key, group, step)
     if not states and not kept:
         yield from _check_moments(step)
 
@@ -152,7 +153,7 @@ def check_unused_scale(audit: _auditor.Auditor, traced: Traced) -> Iterator[Find
 
 
 def _optimizer_state_finding(
-    dtype: str, numbers: list[int], is_average: bool, step: _Step, traced: Traced
+    dtype: str, is_average: bool, is_injected: bool, numbers: list[int], step: _Step
 ) -> Finding:
     # A step adds a tenth of the gradient to a first moment, or the whole of it to a momentum, which
     # 8 bits of precision resolve.
@@ -160,19 +161,19 @@ def _optimizer_state_finding(
     is_first = dtype == "bfloat16" and all(step.leaves[n].field in _FIRST_MOMENTS for n in numbers)
     if is_first:
         message = f"{len(numbers)} first moments are bfloat16, such as {place}."
+    elif is_injected:
+        message = f"hyperparameters are {dtype}, such as {place}, in which {{lost}}."
     else:
         message = f"{len(numbers)} arrays are {dtype}, such as {place}: small updates are rounded"
         message += " away, and second moments underflow."
-    nodes = jtu.tree_leaves(traced.arguments, is_leaf=_is_rounded)
+    owners = {type(leaf.owner) for leaf in step.leaves}
     fix = _FIX_INIT if step.trains_fp32 else _FIX_OPTAX_STATE
-    fix = _FIX_ROUNDED if any(map(_is_rounded, nodes)) else fix
-    return OPTIMIZER_STATE_16BIT.finding(
-        message,
-        _FIX_AVERAGE if is_average else _fill(fix, dtype),
-        next((update.op for update in step.updates.get(numbers[0], ())), None),
-        severity=_checks.WARNING if is_first else _checks.ERROR,
-        count=len(numbers),
-    )
+    fix = _FIX_ROUNDED if _rounding.StochasticRoundingState in owners else fix
+    fix = _FIX_AVERAGE if is_average else _FIX_INJECTED if is_injected else fix
+    op = next((update.op for update in step.updates.get(numbers[0], ())), None)
+    texts = _fill(message, dtype), _fill(fix, dtype)
+    severity = _checks.WARNING if is_first else _checks.ERROR
+    return OPTIMIZER_STATE_16BIT.finding(*texts, op, severity=severity, count=len(numbers))
 
 
 def _moments_by_choice(traced: Traced) -> set[int]:
@@ -181,10 +182,6 @@ def _moments_by_choice(traced: Traced) -> set[int]:
     nodes = jtu.tree_leaves(traced.arguments, is_leaf=is_chosen)
     flags = [is_chosen(node) for node in nodes for _ in jtu.tree_leaves(node)]
     return {n for n, position in enumerate(traced.positions) if flags[position]}
-
-
-def _is_rounded(node: object) -> bool:
-    return isinstance(node, _rounding.StochasticRoundingState)
 
 
 # ---------------------------------------------------------------------------
@@ -425,38 +422,30 @@ def check_missing_scale(audit: _auditor.Auditor, traced: Traced) -> Iterable[Fin
     yield MISSING_LOSS_SCALE.finding(f"{message} become zero.", fix, op)
 
 
-class _InnerGradient(NamedTuple):
-    """Operation of a backward pass that is itself differentiated."""
-
-    op: _checks.OpOccurrence
-    is_scaled: bool
-
-
-@MISSING_LOSS_SCALE.on_operation("mul", "div", "broadcast_in_dim", *_programs.MATMULS)
+@MISSING_LOSS_SCALE.on_operation("mul", "div", "neg", *_checks.LAYOUT, *_programs.MATMULS)
 def collect_inner_gradients(op: _checks.OpOccurrence, audit: _auditor.Auditor) -> None:
     """Collects float16 matmuls, and loss scales, of gradients inside of a loss."""
     if not op.is_backward:
         return
+    is_matmul = op.name in _programs.MATMULS
+    is_float16 = is_matmul and _core.FLOAT16 in map(_checks.dtype_of, op.operands)
     scales = (_dataflow.is_scale(op, var, audit.flow.of) for var in op.operands)
-    is_scaled = op.name not in _programs.MATMULS and any(scales)
-    is_float16 = op.name in _programs.MATMULS and _core.FLOAT16 in map(
-        _checks.dtype_of, op.operands
-    )
+    is_scaled = not is_matmul and any(scales)
     if is_scaled or is_float16:
         chain = reversed([op.equation, *op.enclosing])
         stack = "/".join(str(equation.source_info.name_stack) for equation in chain)
         # The outer derivative is the first part of a name stack.
         if 0 <= stack.find("jvp(") < stack.find("transpose("):
-            audit.collected[_InnerGradient].append(_InnerGradient(op, is_scaled))
+            audit.collected[MISSING_LOSS_SCALE].append((op, is_scaled))
 
 
 @MISSING_LOSS_SCALE.on_program
 def check_inner_gradients(audit: _auditor.Auditor, _: Traced) -> None:
     """Reports gradients inside of a loss, to which no loss scale is applied."""
-    inner = audit.collected[_InnerGradient]
-    if inner and not any(row.is_scaled for row in inner):
+    inner = audit.collected[MISSING_LOSS_SCALE]
+    if inner and not any(is_scaled for _, is_scaled in inner):
         message = "a gradient inside of the loss is computed in float16 without a loss scale of its"
         message += " own: elements below 6e-8 become zero."
         fix = "Scale the inner gradient, too, or compute it in FP32:\n"
         fix += "    grads = jaxmp.grad(fn, loss_scale=jaxmp.StaticLossScale(2.0**12))(x)"
-        audit.add(MISSING_LOSS_SCALE, inner[0].op, message, fix, severity=_checks.WARNING)
+        audit.add(MISSING_LOSS_SCALE, inner[0][0], message, fix, severity=_checks.WARNING)

@@ -140,10 +140,8 @@ def fix_carry(loop: OpOccurrence, carry: _programs.Atom, addition: OpOccurrence)
       an argument, for example.
     """
     where = loop.where
-    text = (
-        f"Cast the first value of the carry to FP32 before the loop at {where}, which is"
-        f" {carry.aval.str_short()}, add in FP32, and cast the result after the loop."
-    )
+    text = f"Cast the first value of the carry to FP32 before the loop at {where}, which is"
+    text += f" {carry.aval.str_short()}, add in FP32, and cast the result after the loop."
     start = loop.loop.operands[loop.loop.jaxpr.invars.index(carry)]
     made = loop.made_by(start, _checks.LAYOUT - {"broadcast_in_dim"})
     code = "" if made is None else _rewrite.in_fp32(made.expression)

@@ -38,6 +38,8 @@ class Scalar(NamedTuple):
     """Label of a scalar that was broadcast, with its value if it is a constant."""
 
     value: float | None
+    # True for one of the state.
+    is_state: bool = False
 
 
 class Terms(NamedTuple):
@@ -70,6 +72,8 @@ _SAME = named(
 
 
 _SUMS = named("add add_any sub")
+# Primitives whose results may be labeled `Scalar`, whatever labels the operands have.
+MAKES_SCALARS = named("broadcast_in_dim select_n")
 _RULES = _SAME | _SUMS | named("neg mul div")
 
 
@@ -82,17 +86,18 @@ def lineage(op: OpOccurrence, own: frozenset[Any], labels_of: LabelsOf) -> froze
       labels_of: the labels of its operands.
     """
     equation, name = op.equation, op.name
-    if name not in _RULES or not op.is_forward:
-        return frozenset()
-    if not own and name not in _SUMS and name != "broadcast_in_dim":
+    is_read = bool(own) or name in _SUMS | MAKES_SCALARS
+    if name not in _RULES or not op.is_forward or not is_read:
         return frozenset()
     each = [labels_of(var) & own for var in equation.invars]
     if name == "broadcast_in_dim" and op.result.aval.size != equation.invars[0].aval.size:
         operand = equation.invars[0]
-        is_scalar = math.prod(operand.aval.shape) == 1
-        return frozenset({Scalar(number_of(operand))} if is_scalar else ())
+        scalars = frozenset(_scalars(operand, each[0]))
+        is_known = bool(scalars) or math.prod(operand.aval.shape) != 1
+        return scalars if is_known else frozenset({Scalar(None, SCALAR in labels_of(operand))})
     if name in _SAME:
-        return frozenset().union(*each)
+        numbers = (n for var in equation.invars[1:] for n in _scalars(var, ()))
+        return frozenset(numbers).union(*each)
     if name == "neg":
         return _negated(each[0])
     if name in ("mul", "div"):
@@ -133,12 +138,10 @@ def _scaled(
 
 def _factor(name: str, scalar: _programs.Atom, labels: frozenset[Any]) -> str | None:
     """Returns the size of a scalar factor; None for an array."""
-    values = [x.value for x in labels if isinstance(x, Scalar)]
-    if math.prod(scalar.aval.shape) == 1:
-        values = [number_of(scalar)]
-    if not values:
+    values = [x.value for x in _scalars(scalar, labels)]
+    if not values and math.prod(scalar.aval.shape) != 1:
         return None
-    if values[0] is None or (name == "div" and values[0] == 0):
+    if not values or values[0] is None or (name == "div" and values[0] == 0):
         return UNKNOWN
     size = abs(1 / values[0] if name == "div" else values[0])
     return PLUS if size == 1 else LARGE if size >= 0.5 else SMALL
@@ -182,30 +185,29 @@ def _terms(op: OpOccurrence, labels_of: LabelsOf) -> set[Any]:
     return {Terms(sum(counts))}
 
 
-def is_chosen_scale(equation: _programs.Equation) -> bool:
-    """Returns True for a choice of large constants, as for the cotangent of a static loss scale."""
-    if equation.primitive.name != "select_n" or equation.outvars[0].aval.size != 1:
-        return False
-    values = [number_of(var) for var in equation.invars[1:]]
-    return any(value is not None and abs(value) >= 8 for value in values)
-
-
 def is_scale(op: OpOccurrence, var: _programs.Atom, labels_of: LabelsOf) -> bool:
     """Returns True if an equation of a backward pass reads a loss scale as its operand `var`.
 
-    A loss scale is a scalar of the program's state, or a large constant factor.
+    A loss scale is a scalar of the program's state, or a large constant factor. Under `vmap`, it
+    was broadcast.
     """
-    if math.prod(getattr(var.aval, "shape", (0,))) != 1:
+    rows = _scalars(var, labels_of(var)) if dtype_of(var) in _core.CASTABLE else []
+    if SCALAR in labels_of(var) or any(row.is_state for row in rows):
+        return True
+    if _programs.is_literal(var) and op.name not in ("mul", "div", "broadcast_in_dim"):
         return False
-    value = number_of(var) if dtype_of(var) in _core.CASTABLE else None
-    if value is None:
-        return SCALAR in labels_of(var)
-    size = abs(value)
+    sizes = [abs(row.value or 0) for row in rows]
     if op.name == "div" and var is op.operands[1]:
-        size = 1 / size if size else 0
-    scalar = math.prod(op.result.aval.shape) == 1
-    is_power = size >= 128 and math.frexp(size)[0] == 0.5
-    return op.name in ("mul", "div", "broadcast_in_dim") and (is_power or (scalar and size >= 8))
+        sizes = [1 / size if size else 0 for size in sizes]
+    is_scalar = any(math.prod(result.aval.shape) == 1 for result in op.equation.outvars)
+    is_power = lambda size: size >= 128 and math.frexp(size)[0] == 0.5
+    return any(is_power(size) or (is_scalar and 8 <= size < math.inf) for size in sizes)
+
+
+def _scalars(var: _programs.Atom, labels: Iterable[Any]) -> list[Scalar]:
+    """Returns the scalars that an operand is made of, itself if it is a number."""
+    number = number_of(var)
+    return [x for x in labels if isinstance(x, Scalar)] if number is None else [Scalar(number)]
 
 
 _PRODUCTS = named("mul dot_general conv_general_dilated ragged_dot_general")

@@ -81,16 +81,10 @@ def updates_state(jaxpr: Jaxpr | ClosedJaxpr) -> bool:
     for number, var in enumerate(body.invars):
         auditor.flow.mark(var, _dataflow.From(number, _dataflow.PLUS))
     auditor.run(_programs.Scope(body))
-    return any(
-        _is_same(body.invars[label.number].aval, var.aval)
-        for var in body.outvars
-        for label in auditor.flow.labels(_dataflow.Update, var)
-    )
-
-
-def _is_same(before: Any, after: Any) -> bool:
-    is_array = before.size > 1 and jnp.issubdtype(before.dtype, np.floating)
-    return is_array and before.shape == after.shape
+    updates = ((var, x) for var in body.outvars for x in auditor.flow.labels(_dataflow.Update, var))
+    pairs = [(body.invars[label.number].aval, var.aval) for var, label in updates]
+    is_array = lambda aval: aval.size > 1 and jnp.issubdtype(aval.dtype, np.floating)
+    return any(is_array(before) and before.shape == after.shape for before, after in pairs)
 
 
 def _definition(source: Callable[..., Any] | None) -> tuple[str, int]:

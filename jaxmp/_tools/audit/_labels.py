@@ -189,15 +189,7 @@ _SPECIAL = (ConditionalFinding, Fact, _dataflow.Power, Reduction16Bit, Stream)
 
 
 # Asked for each label of each operation, where `issubclass` is slow.
-@functools.cache
-def _is_special(cls: type) -> bool:
-    return issubclass(cls, _SPECIAL)
-
-
-# Asked for each label of each operation, where `issubclass` is slow.
-@functools.cache
-def _is_lineage(cls: type) -> bool:
-    return issubclass(cls, _dataflow.LINEAGE)
+_is_subclass = functools.cache(issubclass)
 
 
 # ---------------------------------------------------------------------------
@@ -284,11 +276,11 @@ class Flow:
             return
         labels = self._read(op, is_call)
         is_plain = labels == _GRADIENT and name in _PLAIN
-        if is_plain or not (labels or name == "broadcast_in_dim"):
+        if is_plain or not (labels or name in _dataflow.MAKES_SCALARS):
             self._label_results(equation, labels)
             return
-        special = self._of_classes("special", labels, _is_special)
-        own = self._of_classes("lineage", labels, _is_lineage)
+        special = self._of_classes("special", labels, lambda cls: _is_subclass(cls, _SPECIAL))
+        own = self._of_classes("lineage", labels, lambda cls: _is_subclass(cls, _dataflow.LINEAGE))
         kept = self._kept(labels - special - own if special or own else labels, name)
         if _dataflow.SCALAR in kept and (is_call or not _are_scalars(equation)):
             kept -= {_dataflow.SCALAR}
@@ -311,11 +303,8 @@ class Flow:
         elif op.location.differentiated and phase == _programs.FORWARD and not is_call:
             self.differentiated.update([x.number for x in labels if isinstance(x, _dataflow.From)])
         if op.name == "convert_element_type":
-            labels = _after_cast(labels, equation)
-        elif labels:
-            labels = self._still_fp8(labels, equation)
-        is_chosen = self.has_float16 and _dataflow.is_chosen_scale(equation)
-        return labels | {_dataflow.SCALAR} if is_chosen else labels
+            return _after_cast(labels, equation)
+        return self._still_fp8(labels, equation) if labels else labels
 
     def _specials_after(self, op: _checks.OpOccurrence, special: Labels) -> Labels:
         if not special:

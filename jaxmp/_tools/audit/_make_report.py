@@ -243,12 +243,9 @@ def _with_trial(finding: Finding, group: _trial.Edits, trial: _trial.FixTrial) -
 
 def _target_notes(chip: _core.Target | None, recipe: _load.RecipeData | None) -> Iterator[str]:
     """Yields why a program was not compiled, and the recipe that fits the chip."""
-    if chip is None:
-        return
-    if chip.uncompiled:
+    if chip is not None and chip.uncompiled:
         yield f"the program was not compiled for {chip.name!r}: {chip.uncompiled}"
-    lacking = "" if recipe is None else lacking_format(chip, recipe)
-    if lacking:
+    if chip is not None and recipe is not None and (lacking := lacking_format(chip, recipe)):
         yield lacking
 
 
@@ -293,7 +290,7 @@ def _final_findings(auditor: _auditor.Auditor, traced: Traced) -> list[Finding]:
         if item.check is MISALIGNED_MATMUL and item.harmed_flops >= _LARGE_SHARE * total:
             severity = _checks.ERROR
         elif _is_minor(item, total) or (item.check is FP32_MATMUL and are_few):
-            severity = _checks.WARNING
+            severity = severity if severity == _checks.NOTE else _checks.WARNING
         module = _programs.module_of(item.op.location.names, auditor.root)
         fields = {"primitive": item.op.name, "count": item.count, "flops": item.flops}
         fields |= {"severity": severity, "module": module}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
 from collections import Counter
 from collections.abc import Iterable
 from typing import ClassVar
@@ -14,6 +15,7 @@ from jaxmp import __version__, _core
 from jaxmp._tools.audit import _rows
 from jaxmp._tools.audit._checks import CHECKS, ERROR, NOTE, WARNING
 from jaxmp._tools.audit._rows import Finding
+from jaxmp._tools.fixes import _source
 from jaxmp._tools.report import _section, _views
 from jaxmp.errors import AuditError, AuditFailedError
 
@@ -268,11 +270,14 @@ def _finding_sections(
     more, groups = len(groups) - len(groups[:most]), groups[:most]
     text = f"The first {len(groups)}; the full report has {more} more." if more else ""
     rows = tuple((str(n), *_row(group)) for n, group in enumerate(groups, start=1))
-    by_fix = _section.grouped(range(len(groups)), lambda number: groups[number][0].fix)
+    # Notes of other code may have the same sentence.
+    sentences = lambda fix: "\n".join(x for x in fix.splitlines() if not x.startswith("    "))
+    key_of = lambda finding: (sentences if finding.severity == NOTE else str)(finding.fix)
+    by_fix = _section.grouped(range(len(groups)), lambda number: key_of(groups[number][0]))
     remedies = tuple(
         _section.Fix(_fix_title(numbers, groups[numbers[0]][0]), _section.fix_parts(fix))
-        for fix, numbers in by_fix.items()
-        if fix
+        for numbers in by_fix.values()
+        if (fix := _shared_fix([groups[number][0] for number in numbers]))
     )
     table = _section.Section(title, text, ("#", "check", "location", "finding"), rows)
     return [table, _section.Section(fixes, fixes=remedies)]
@@ -288,6 +293,15 @@ def _row(group: list[Finding]) -> tuple[str, ...]:
     line = first.location + more
     location = f"{modules}, {line}" if line else modules
     return first.check, location, first.message + times
+
+
+def _shared_fix(findings: list[Finding]) -> str:
+    """Returns the fix of several findings, with the line of each code if that differs."""
+    places = {finding.fix: finding.location for finding in findings}
+    if len(places) == 1:
+        return findings[0].fix
+    codes = (re.sub("(?m)(?<=^    )(.*)", rf"\1  # {place}", fix) for fix, place in places.items())
+    return _source.without_repetition(codes)
 
 
 def _fix_title(numbers: list[int], finding: Finding) -> str:

@@ -75,6 +75,12 @@ class Traced:
             name = self.names[position] if position < len(self.names) else f"args[{position}]"
         return name + jtu.keystr(rest)
 
+    def rule_path(self, number: int) -> str:
+        """Returns the path by which rules address a parameter."""
+        names = _core.path_names(self.leaves[number].path)[2:]
+        start = len(names) - names[::-1].index(_core.PARAMS) if _core.PARAMS in names else 0
+        return _core.parameter_path(names[start:])
+
     def scales(self) -> list[int]:
         """Returns the number of the value of each loss scale of jaxmp or Flax."""
         is_scale = lambda leaf: leaf.role == _roles.LOSS_SCALE and leaf.field.startswith("scale")

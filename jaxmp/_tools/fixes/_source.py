@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import linecache
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from types import CodeType
 from typing import Any, NamedTuple, Protocol
 
@@ -44,7 +44,6 @@ def text_of(file: str, line: int) -> str:
 
 IN_FP32 = ".astype(jnp.float32)"
 IN_16_BITS = (".astype(jnp.bfloat16)", ".astype(jnp.float16)")
-_SENTENCE_AND_CODE = re.compile(r"^\S.*\n    .*\n?", re.MULTILINE)
 _JNP = re.compile(r"\bjnp\b")
 # Lines of code of one fix.
 _MOST_CODES = 6
@@ -301,10 +300,19 @@ def both(first: str, second: str) -> str:
         return first
     if all(any(old in new for new in codes[1]) for old in codes[0]):
         return second
-    for sentence_and_code in _SENTENCE_AND_CODE.findall(second):
-        if sentence_and_code in first:
-            second = second.replace(sentence_and_code, "")
     return f"{first}\n{second}" if len(codes[0]) < _MOST_CODES else first
+
+
+def without_repetition(fixes: Iterable[str]) -> str:
+    """Returns several fixes as one, which contains each sentence once with all code below it."""
+    codes: dict[str, list[str]] = {}
+    below, is_new = list[str](), True
+    for line in "\n".join(fixes).splitlines():
+        if codes and (not line or line.startswith("    ")):
+            below += [line] * (is_new or line not in below)
+        else:
+            is_new, below = line not in codes, codes.setdefault(line, [])
+    return "\n".join(line for sentence, below in codes.items() for line in (sentence, *below))
 
 
 def codes_of(fix: str) -> list[str]:

@@ -121,11 +121,6 @@ def _with_places(fix: str, edits: Edits | None) -> str:
     return "\n".join(lines)
 
 
-def _with_other_dtypes(edits: Edits) -> Edits:
-    """Returns edits whose results are in 16 bits instead of FP32, and the reverse."""
-    return frozenset(e._replace(code=e.other, other=e.code) if e.other else e for e in edits)
-
-
 def try_edits(
     groups: Sequence[Edits],
     problems_with: Callable[[bool], Problems],
@@ -187,7 +182,9 @@ def try_edits(
         return FixTrial(FAILS)
 
     waiting = [n for n, row in enumerate(trials) if not row.state]
-    others = [_with_other_dtypes(group) for group in groups]
+    # With results in 16 bits instead of FP32, and the reverse.
+    swapped = lambda edit: edit._replace(code=edit.other, other=edit.code) if edit.other else edit
+    others = [frozenset(map(swapped, group)) for group in groups]
     for together in (groups, *([others] * (others != groups))) if waiting[1:] else ():
         problems = trial(frozenset().union(*(together[n] for n in waiting)))
         if problems is not None and all(key in before for key in problems):
