@@ -297,6 +297,8 @@ def _of_matmul(
             exact &= ~Use.ANGLE  # a matmul in 16 bits has rounded the coordinates before
         fp32 = (reason for u, reason in _WHY_WIDE.items() if u in exact)
         why = why or next(fp32, "")
+        if not why and all(value.is_solved for value in values[:2]):
+            why = "both operands are results of factorizations or solves"
         why = why or ("a loss selects FP32 values by it" if _is_selection(values, use) else "")
         if why:
             return Decision(None, Priority.COMPUTED, why, as_recorded=True)

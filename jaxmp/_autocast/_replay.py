@@ -18,6 +18,7 @@ from jaxmp._autocast._explain import IN_RULE, Recorder
 from jaxmp._autocast._values import (
     Priority,
     Value,
+    is_solved,
     literal_value,
     returned,
     scalar_of,
@@ -195,6 +196,8 @@ class Autocast(_programs.InPlace):
         else:
             out = _programs.bind(equation, arrays)
         results = wrap(equation, out, decision.priority)
+        if is_solved(equation, values):
+            results = [dataclasses.replace(result, is_solved=True) for result in results]
         if decision.priority is Priority.CONSTANT and len(results) == 1:
             results = [dataclasses.replace(results[0], scalar=scalar_of(equation, values))]
         return results
@@ -248,11 +251,12 @@ class Autocast(_programs.InPlace):
     def with_array(self, value: Value, array: Array) -> Value:
         return dataclasses.replace(value, array=array)
 
-    def note(self, value: Value) -> tuple[Priority, bytes | None]:
-        return value.priority, None if value.scalar is None else value.scalar.tobytes()
+    def note(self, value: Value) -> tuple[Priority, bool, bytes | None]:
+        scalar = None if value.scalar is None else value.scalar.tobytes()
+        return value.priority, value.is_solved, scalar
 
     def noted(self, array: Array, note: Any) -> Value:
-        return Value(array) if note is None else Value(array, note[0])
+        return Value(array) if note is None else Value(array, note[0], is_solved=note[1])
 
     def array(self, value: Value) -> Any:
         return value.array

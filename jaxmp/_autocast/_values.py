@@ -38,6 +38,8 @@ class Value:
     priority: Priority = Priority.COMPUTED
     # For a constant with equal elements: that element, with shape (). Otherwise None.
     scalar: np.ndarray | None = None
+    # True for results of factorizations and solves, and what is computed from such alone.
+    is_solved: bool = False
 
     @property
     def dtype(self) -> np.dtype:
@@ -101,6 +103,14 @@ def wrap(
     """Returns the results of an equation's primitive as values."""
     arrays = outs if equation.primitive.multiple_results else [outs]
     return [Value(array, priority) for array in arrays]
+
+
+def is_solved(equation: _compat.JaxprEqn, values: Sequence[Value]) -> bool:
+    """Returns True if the results of an equation are those of factorizations and solves alone."""
+    if not any(value.is_solved for value in values):
+        return equation.primitive.name in _programs.SOLVERS
+    floating = (v for v in values if v.castable and v.priority is not Priority.CONSTANT)
+    return all(value.is_solved for value in floating)
 
 
 def returned(value: Value, aval: Any, dtype: Any) -> Array:

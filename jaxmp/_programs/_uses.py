@@ -83,7 +83,7 @@ _SUMS = _named("reduce_sum cumsum reduce_window_sum scatter-add scatter-sub sele
 # Functions whose results are accurate if they were rounded, but not if their operands were.
 _FLAT = frozenset(("tanh", "atan", "erf", "erfc", "logistic"))
 _MAGNIFYING = _named("log log1p log2 sqrt rsqrt cbrt erf_inv acos asin acosh atanh")
-_SOLVERS = _named(
+SOLVERS = _named(
     "cholesky cholesky_update custom_linear_solve eig eigh geqp3 geqrf hessenberg"
     " householder_product lu ormqr qr schur svd triangular_solve tridiagonal"
     " tridiagonal_solve"
@@ -221,7 +221,7 @@ class Uses(Backward):
         name, count = equation.primitive.name, len(equation.invars)
         if name in CONSTRUCTS or name in OPAQUE_CALLS:
             return self.enter(equation, results, frame)
-        if name in _SOLVERS:
+        if name in SOLVERS:
             return [_SOLVED | _CHAINED] * count
         if name == "optimization_barrier":
             return results

@@ -243,6 +243,13 @@ def check_fp32(op: OpOccurrence, matmul: _programs.Matmul, flops: int, audit: Au
         _report_fp32(op, min(dtype.name for dtype in allowed), flops, audit)
 
 
+@FP32_MATMUL.on_operation(*_programs.SOLVERS)
+def label_solved(op: OpOccurrence, audit: Auditor) -> None:
+    """Labels the results of factorizations and solves, whose products autocast keeps in FP32."""
+    for result in op.equation.outvars:
+        audit.flow.mark(result, _labels.SOLVED)
+
+
 @FP32_MATMUL.on_operation("custom_linear_solve", "call_hi_primitive")
 def collect_solver(op: OpOccurrence, audit: Auditor) -> None:
     """Collects the matmuls of a linear solve or a root, which keep their dtype under autocast."""
@@ -264,6 +271,7 @@ def _is_fp32_by_design(op: OpOccurrence, matmul: _programs.Matmul, audit: Audito
     key, use = (op.location.names, op.line), audit.use_of(op.result)
     is_exact = bool(_programs.exact_uses(op.equation, use))
     is_exact |= _dataflow.is_of_power_iteration(op, use)
+    is_exact |= all(_labels.SOLVED in audit.flow.of(var) for var in op.operands[:2])
     is_exact |= ((), _programs.call_site(op.equation)) in exact
     if is_exact or _is_selection(op, use, audit):
         exact.append(key)

@@ -126,6 +126,15 @@ class LogProbability(Fact):
     survives = _checks.LAYOUT | _checks.named("slice gather select_n sub add neg mul")
 
 
+class Solved(Fact):
+    """Label of the result of a factorization or a solve, and of what is computed from it."""
+
+    survives = _programs.EXACT | _checks.named("mul div add sub sqrt square exp log dot_general")
+
+
+SOLVED = Solved()
+
+
 class WideValue:
     """Label that an FP32 value loses when it is cast to 16 bits."""
 
