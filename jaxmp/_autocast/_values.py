@@ -107,8 +107,9 @@ def wrap(
 
 def is_solved(equation: _compat.JaxprEqn, values: Sequence[Value]) -> bool:
     """Returns True if the results of an equation are those of factorizations and solves alone."""
-    if not any(value.is_solved for value in values):
-        return equation.primitive.name in _programs.SOLVERS
+    is_solver = equation.primitive.name in _programs.SOLVERS
+    if is_solver or not any(value.is_solved for value in values):
+        return is_solver
     floating = (v for v in values if v.castable and v.priority is not Priority.CONSTANT)
     return all(value.is_solved for value in floating)
 
