@@ -236,7 +236,11 @@ def wide_operator(product: Callable[..., Any], wide: np.dtype) -> Callable[..., 
             options = {**kwargs, "preferred_element_type": preferred_element_type}
             return product(*equation, lhs, rhs, *more, **options)
 
-        return _programs.wide_matmul(bound, lhs, rhs, wide)
+        is_transposed = None
+        if product is lax.dot_general:
+            numbers: Any = more[0] if more else kwargs["dimension_numbers"]
+            is_transposed = lhs.ndim - 1 not in numbers[0][0]
+        return _programs.wide_matmul(bound, lhs, rhs, wide, is_transposed=is_transposed)
 
     return operator
 

@@ -188,7 +188,8 @@ def suggest_storage(audit: _auditor.Auditor, traced: _trace.Traced) -> None:
     may_be_weights, has_policies = traced.may_be_weights(), audit.context.policies is not None
     for finding in (f for f in audit.findings if f.check is NORM_16BIT and has_policies):
         op, call = finding.op, _origins.call_and_type(finding.op.equation)
-        alike = (e for e in op.body.jaxpr.eqns if _origins.call_and_type(e) == call)
+        here = _programs.equations(op.body.jaxpr, inside=False)
+        alike = (e for e in here if _origins.call_and_type(e) == call)
         sources = (v for e in alike for var in e.invars for v in _dataflow.near(var, op.body))
         numbers = {label.number for label in audit.flow.labels(_dataflow.From, *sources)}
         stored = {n: traced.leaves[n].value.dtype for n in sorted(numbers) if may_be_weights[n]}
