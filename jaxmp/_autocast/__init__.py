@@ -68,6 +68,8 @@ def autocast(
     Apply `jax.jit` to the outermost function. Outside `jit`, each call traces `fn` again, because
     values in its closure may have changed. A `custom_vjp` function and its rules run in the dtypes
     in which they were traced. `jaxmp.explain` lists every matmul with its dtype and the reason.
+    References that `fn` makes (`jax.new_ref`) become values, whose uses decide dtypes, too. Those
+    of the caller keep their dtype, and FP32 ones receive the FP32 sums of matmuls.
 
     If a policy sets `matmul = "fp8"`, each `dot_general` without batch dimensions becomes an
     `fp8.dot_general`, which runs three matmuls in FP8 under `jax.grad(autocast(fn, ...))`. If only
