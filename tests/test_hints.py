@@ -188,7 +188,12 @@ def test_a_model_in_float16_may_be_evaluated_without_a_loss_scale():
     assert hints_of(lambda: jax.jit(loss_fn)(params)) == []
 
 
-@pytest.mark.parametrize("gradient", [jax.grad, jaxmp.grad, lambda fn: jax.jit(jax.grad(fn))])
+REMATERIALIZED = lambda fn: jaxmp.grad(jax.checkpoint(fn))  # its residuals are FP32 alone
+
+
+@pytest.mark.parametrize(
+    "gradient", [jax.grad, jaxmp.grad, lambda fn: jax.jit(jax.grad(fn)), REMATERIALIZED]
+)
 def test_the_hint_is_given_once_for_each_model(gradient):
     model, params, loss_fn = float16_loss()
     assert len(hints_of(lambda: gradient(loss_fn)(params))) == 1

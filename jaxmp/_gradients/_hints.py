@@ -103,7 +103,7 @@ def warn_of_gradient(mark: Mark, line: tuple[str, int]) -> None:
 def check_matmuls(loss: TracedLoss, backward: Any) -> None:
     """Warns of a loss whose matmuls are wider than 16 bits, although the optimizer's recipe is not.
 
-    Warns of float16 models without a loss scale, too, if a gradient passes through one.
+    It also warns of float16 models without a loss scale, if a gradient passes through one.
 
     Args:
       loss: the loss.
@@ -111,6 +111,9 @@ def check_matmuls(loss: TracedLoss, backward: Any) -> None:
     """
     mark, jaxpr = loss.mark, getattr(backward, "jaxpr", None)
     dtypes = {getattr(leaf, "dtype", None) for leaf in jax.tree.leaves(backward)}
+    if loss.models and jaxpr is not None:
+        # A loss in `jax.checkpoint` has residuals in FP32 alone.
+        dtypes.update(dtype for pair in _programs.count_flops(jaxpr) for dtype in pair)
     for model, line in loss.models if _core.FLOAT16 in dtypes else ():
         warn_of_gradient(model, line)
     if mark.dtype is None or mark.is_checked:
