@@ -276,8 +276,8 @@ def _trace(
     closed = jax.make_jaxpr(run)(*(leaf.value for leaf in own))
     if any(isinstance(array, jax.Ref) for array in closed.consts):
         raise AuditError(
-            "the function writes into a reference, of jax.new_ref, that is not among its arguments,"
-            " and each run of it would change the reference. Pass it as an argument:\n"
+            "the function uses a reference to an array (jax.new_ref) that is not among its"
+            " arguments, and each run could change what it refers to. Pass it as an argument:\n"
             "    jaxmp.audit(train_step, state, batch, reference)"
         )
     closed = _programs.without_references(closed)
