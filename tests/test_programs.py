@@ -464,3 +464,21 @@ def test_references_become_values():
         assert "new_ref" in primitives(trace(fn, (X, X), {}).closed)
     closed = trace(own_rule_with_reference, (X, X), {}).closed
     assert jax.grad(lambda x: Interpreter().run(closed, [X, x])[0].sum())(X)[0, 0] == 3
+
+
+UPGRADES = [f"jax_{name}" for name in ("remat3", "custom_jvp3", "custom_vjp3")]
+IN_UPGRADES = remat(DOTS), own_tangent, own_gradient()
+
+
+@pytest.mark.skipif(not hasattr(jax.config, UPGRADES[0]), reason="a flag of JAX 0.12")
+@pytest.mark.parametrize("fn", IN_UPGRADES, ids=UPGRADES)
+def test_upgrade_flags_of_jax_do_not_hide_functions(fn, request):
+    expected, *_ = primitives(trace(gradient(fn), (X,), {}).closed), jax.clear_caches()
+    for name in UPGRADES:
+        request.addfinalizer(functools.partial(jax.config.update, name, False))
+        jax.config.update(name, True)
+    assert "call_hi_primitive" in primitives(jax.make_jaxpr(fn)(X))
+    closed = trace(fn, (X,), {}).closed
+    assert primitives(trace(gradient(fn), (X,), {}).closed) == expected
+    run = lambda x: Interpreter().run(closed, [x])[0]
+    np.testing.assert_array_equal(gradient(run)(X), gradient(fn)(X))

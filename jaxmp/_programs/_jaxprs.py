@@ -87,10 +87,17 @@ def trace(fn: Callable[..., Any], args: PyTree, kwargs: Mapping[str, PyTree]) ->
         return tree.unflatten([next(rest) if leaf is None else leaf for leaf in leaves])
 
     arrays = [_core.canonical(leaves[n]) for n in positions]
-    return Traced(without_references(jax.make_jaxpr(flat)(*arrays)), arrays, results)
+    return Traced(record(flat, *arrays)[0], arrays, results)
 
 
-def without_references(closed: _compat.ClosedJaxpr) -> _compat.ClosedJaxpr:
+def record(fn: Callable[..., Any], *args: PyTree) -> tuple[_compat.ClosedJaxpr, PyTree]:
+    """Returns the program of a function that an analysis can follow, and shapes of its results."""
+    with _references.without_upgrades():
+        closed, shapes = jax.make_jaxpr(fn, return_shape=True)(*args)
+    return _without_references(closed), shapes
+
+
+def _without_references(closed: _compat.ClosedJaxpr) -> _compat.ClosedJaxpr:
     """Returns a program whose references to arrays, of `jax.new_ref`, are values instead.
 
     Loops carry these values, so that an analysis follows them from the operation that writes a

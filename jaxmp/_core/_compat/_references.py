@@ -1,14 +1,34 @@
-"""References to arrays, `jax.new_ref`, in traced programs."""
+"""References to arrays, `jax.new_ref`, and equations that are objects, in traced programs."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import contextlib
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
 from jaxmp._core._compat import load_private
 
 if TYPE_CHECKING:
     from jaxmp._core._compat import ClosedJaxpr
+
+# Flags of JAX 0.12, such as JAX_REMAT3=1, for what it calls the future of `jax.checkpoint` and of
+# custom derivatives. (It cannot differentiate the loops of JAX_SCAN3=1.)
+_UPGRADES = ("remat3", "custom_jvp3", "custom_vjp3")
+
+
+@contextlib.contextmanager
+def without_upgrades() -> Iterator[None]:
+    """Traces `jax.checkpoint` and custom derivatives as JAX does by default.
+
+    With the flags, JAX records each of them as an object with rules of its own. Its values and
+    derivatives are equal, and no interpreter can change its dtypes.
+    """
+    config = load_private("jax._src.config")
+    with contextlib.ExitStack() as stack:
+        for name in _UPGRADES:
+            if hasattr(config, name):
+                stack.enter_context(getattr(config, name)(False))
+        yield
 
 
 def are_made(effects: Iterable[object]) -> bool:

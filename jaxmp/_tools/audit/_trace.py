@@ -273,14 +273,13 @@ def _trace(
         written[:] = new
         return [leaf for _, leaf in out if is_array(leaf)] + list(new.values())
 
-    closed = jax.make_jaxpr(run)(*(leaf.value for leaf in own))
+    closed, _ = _programs.record(run, *(leaf.value for leaf in own))
     if any(isinstance(array, jax.Ref) for array in closed.consts):
         raise AuditError(
             "the function uses a reference to an array (jax.new_ref) that is not among its"
             " arguments, and each run could change what it refers to. Pass it as an argument:\n"
             "    jaxmp.audit(train_step, state, batch, reference)"
         )
-    closed = _programs.without_references(closed)
     return Traced(closed, own, positions, (args, kwargs), results, _parameters(fn), written)
 
 

@@ -68,9 +68,8 @@ def with_outputs(fn: Callable[..., PyTree]) -> Callable[..., tuple[PyTree, Outpu
     """
 
     def observed(*args: PyTree) -> tuple[PyTree, Outputs]:
-        closed, shape = jax.make_jaxpr(fn, return_shape=True)(*args)
+        closed, shape = _programs.record(fn, *args)
         observer = _Outputs()
-        closed = _programs.without_references(closed)
         results = observer.run(closed, jax.tree.leaves(args))
         outputs: Outputs = {}
         for key, new in observer.side.items():

@@ -90,8 +90,7 @@ class RoundedLines(_programs.Interpreter):
         self._numbers: dict[tuple[str, str, str], int] = {}
         self._lines, self._locations = _programs.Lines(), _programs.Locations()
         self._modes: Array = jnp.zeros(MAX_LINES, jnp.int32)
-        closed, self._shape = jax.make_jaxpr(run.step, return_shape=True)(run.arrays, run.first)
-        self._closed = _programs.without_references(closed)
+        self._closed, self._shape = _programs.record(run.step, run.arrays, run.first)
 
     @property
     def pure_run(self) -> PureRun:
