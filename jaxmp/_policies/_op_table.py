@@ -15,7 +15,7 @@ from jaxmp import _core
 from jaxmp.errors import OpError
 
 # ---------------------------------------------------------------------------
-# Rows and categories
+# Categories
 # ---------------------------------------------------------------------------
 
 # Category -> effect on floating operands. Only float16, bfloat16 and float32 are cast: integers,
@@ -106,36 +106,18 @@ class OpRule:
         return next((c for c in self.allowed if c != self.category), self.category)
 
 
-def _rows(
-    category: str, reasons: Mapping[str, str], allowed: tuple[str, ...] = ()
-) -> Iterator[OpRule]:
-    """Yields one row for each name; the keys of `reasons` are names separated by blanks."""
-    for names, reason in reasons.items():
-        for name in names.split():
-            yield OpRule(name, category, reason, allowed or (category,))
-
-
 # ---------------------------------------------------------------------------
-# low
+# Rows
 # ---------------------------------------------------------------------------
 
-_LOW = _rows(
-    "low",
-    {
+# (category, allowed categories) -> names separated by blanks -> the reason of their rows.
+_ROWS: Mapping[tuple[str, tuple[str, ...]], Mapping[str, str]] = {
+    ("low", JOINT): {
         "dot_general": "products of 16-bit elements are exact in FP32, in which they accumulate",
         "conv_general_dilated": "a matmul over windows: exact products that accumulate in FP32",
         "ragged_dot_general": "a matmul per group, as of a mixture of experts: as dot_general",
     },
-    JOINT,
-)
-
-# ---------------------------------------------------------------------------
-# fp32
-# ---------------------------------------------------------------------------
-
-_FP32_ONE_OPERAND = _rows(
-    "fp32",
-    {
+    ("fp32", ANY): {
         "exp": "an argument's error becomes a factor: exp(0.25) at 100 in bfloat16; float16"
         " overflows beyond 11.09",
         "exp2": "a power, as exp: float16 overflows from 16 on",
@@ -166,11 +148,7 @@ _FP32_ONE_OPERAND = _rows(
         "cumlogsumexp": "exponentials, logarithms and sums: each of which is FP32",
         "reduce_window_sum": "average pooling: the sum of a large window stalls",
     },
-    ANY,
-)
-_FP32_SEVERAL = _rows(
-    "fp32",
-    {
+    ("fp32", JOINT): {
         "pow": "the exponent multiplies the base's relative error, and float16 overflows",
         "polynomial": "Horner's rule: large terms cancel, and each step rounds",
         "polygamma zeta": "a series with poles",
@@ -180,16 +158,7 @@ _FP32_SEVERAL = _rows(
         "scatter-sub": "subtracts all entries of one index: a sum, as scatter-add",
         "scatter-mul": "multiplies all entries of one index: a product, as reduce_prod",
     },
-    JOINT,
-)
-
-# ---------------------------------------------------------------------------
-# widest
-# ---------------------------------------------------------------------------
-
-_WIDEST = _rows(
-    "widest",
-    {
+    ("widest", JOINT): {
         "add sub": "one rounding, relative to its result; an FP32 operand keeps its precision",
         "mul div": "one rounding, relative to its result; an FP32 operand keeps its range",
         "add_any": "adds two gradients of one value: the more precise dtype decides",
@@ -209,16 +178,7 @@ _WIDEST = _rows(
         " overlap",
         "select_and_gather_add": "derivative of max pooling: a choice, nothing is added",
     },
-    JOINT,
-)
-
-# ---------------------------------------------------------------------------
-# follow
-# ---------------------------------------------------------------------------
-
-_FOLLOW = _rows(
-    "follow",
-    {
+    ("follow", ANY): {
         "abs neg sign": "exact: only the sign bit is read",
         "floor ceil round": "exact in the dtype of the operand",
         "is_finite": "exact, and reports an overflow of the actual value",
@@ -250,16 +210,7 @@ _FOLLOW = _rows(
         " derivative does too: nothing is summed",
         "pmax pmin unreduced_pmax unreduced_pmin": "a choice among devices, unrounded",
     },
-    ANY,
-)
-
-# ---------------------------------------------------------------------------
-# opaque, editable
-# ---------------------------------------------------------------------------
-
-_OPAQUE_COLLECTIVES = _rows(
-    "opaque",
-    {
+    ("opaque", ANY): {
         "psum psum_invariant unreduced_psum": "a sum over devices: its error grows with their"
         " number, so its dtype is the author's choice",
         "reduce_scatter unreduced_reduce_scatter": "a sum over devices, each keeping a part: as"
@@ -270,16 +221,7 @@ _OPAQUE_COLLECTIVES = _rows(
         " vary_unreduced_cast_p": "moves nothing, but its derivative is a sum over devices: as"
         " psum",
     },
-    ANY,
-)
-
-# ---------------------------------------------------------------------------
-# opaque, not editable
-# ---------------------------------------------------------------------------
-
-_OPAQUE = _rows(
-    "opaque",
-    {
+    ("opaque", ("opaque",)): {
         "convert_element_type bitcast_convert_type reduce_precision nextafter "
         "lu_pivots_to_permutation and or not xor reduce_and reduce_or reduce_xor shift_left "
         "shift_right_arithmetic shift_right_logical population_count clz mulhi iota empty "
@@ -318,15 +260,7 @@ _OPAQUE = _rows(
         "debug_callback debug_print inspect_sharding check": "shows what the program computes, as"
         " it was recorded",
     },
-)
-
-# ---------------------------------------------------------------------------
-# inside
-# ---------------------------------------------------------------------------
-
-_INSIDE = _rows(
-    "inside",
-    {
+    ("inside", ("inside",)): {
         "jit call closed_call eval_jaxpr": "a function, with its shardings and donations",
         "scan while": "a loop, whose carry keeps its dtype from step to step",
         "cond": "branches, which return the same dtypes",
@@ -334,15 +268,17 @@ _INSIDE = _rows(
         "custom_jvp_call": "a function and its derivative, both of which are entered",
         "shard_map": "a function on each device's part",
     },
-)
-
-_ALL = (
-    *(_LOW, _FP32_ONE_OPERAND, _FP32_SEVERAL, _WIDEST, _FOLLOW, _OPAQUE_COLLECTIVES),
-    *(_OPAQUE, _INSIDE),
-)
+}
 
 # Name of a primitive -> its default row. A primitive without a row is "opaque".
-DEFAULT_OPS: Mapping[str, OpRule] = MappingProxyType({op.name: op for rows in _ALL for op in rows})
+DEFAULT_OPS: Mapping[str, OpRule] = MappingProxyType(
+    {
+        name: OpRule(name, category, reason, allowed)
+        for (category, allowed), reasons in _ROWS.items()
+        for names, reason in reasons.items()
+        for name in names.split()
+    }
+)
 
 
 @dataclasses.dataclass(frozen=True)
