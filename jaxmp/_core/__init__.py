@@ -14,7 +14,7 @@ from jaxmp._core._messages import (
     Mark, did_you_mean, install_command, missing_dependency, nearest, user_line, warn_if_dropped,
     warn_user,
 )
-from jaxmp._core._plain import JSONValue, from_plain, to_plain
+from jaxmp._core._plain import JSONValue, from_plain, named, to_plain
 from jaxmp._core._shardings import (
     as_parts, check_tree, flattened, sampled, shardings_by_path, without_contents,
 )

@@ -1,4 +1,4 @@
-"""Dataclasses as data of JSON, for reports and for manifests of checkpoints."""
+"""Dataclasses as data of JSON, for reports and manifests of checkpoints; and sets of names."""
 
 from __future__ import annotations
 
@@ -54,3 +54,8 @@ def _restored(value: Any, hint: Any) -> Any:
             return from_plain(row, value)
         return {key: _restored(item, hint) for key, item in value.items()}
     return float(value) if isinstance(value, str) and "float" in str(hint) else value
+
+
+def named(text: str) -> frozenset[str]:
+    """Returns the set of the names in a string, which are separated by blanks."""
+    return frozenset(text.split())

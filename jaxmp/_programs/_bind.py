@@ -71,12 +71,11 @@ _lines = functools.cache(Lines)
 # Operations with other results for operands in FP32.
 _OF_BITS = frozenset({"bitcast_convert_type", "nextafter"})
 # Operations whose results are elements of their operands.
-MOVES = frozenset({
-    *("abs", "argmax", "argmin", "broadcast_in_dim", "clamp", "concatenate", "copy"),
-    *("dynamic_slice", "dynamic_update_slice", "expand_dims", "gather", "max", "min", "neg"),
-    *("optimization_barrier", "pad", "reduce_max", "reduce_min", "reshape", "rev", "select_n"),
-    *("slice", "sort", "split", "squeeze", "transpose"),
-})  # fmt: skip
+MOVES = _core.named(
+    "abs argmax argmin broadcast_in_dim clamp concatenate copy dynamic_slice dynamic_update_slice"
+    " expand_dims gather max min neg optimization_barrier pad reduce_max reduce_min reshape rev"
+    " select_n slice sort split squeeze transpose"
+)
 
 
 def is_narrow(value: Any) -> bool:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, TypeAlias, TypeGuard
 import jax
 from jax import lax
 
-from jaxmp._core import _compat
+from jaxmp._core import _compat, named
 from jaxmp._core._compat import AnyJaxpr, ClosedJaxpr, Jaxpr
 
 
@@ -58,9 +58,7 @@ LOOPS, BRANCHES = _of(Form.SCAN, Form.WHILE), _of(Form.BRANCH)
 CONSTRUCTS = _of(*Form)
 # Calls that no interpreter enters, because their jaxpr belongs together with a rule of their
 # author. An analysis can enter them.
-OPAQUE_CALLS = frozenset(
-    {"composite", "compute_on", "custom_vmap_call", "linear_call", "xla_metadata_call"}
-)
+OPAQUE_CALLS = named("composite compute_on custom_vmap_call linear_call xla_metadata_call")
 # Equations whose jaxprs no interpreter enters: these calls, kernels, and functions that combine two
 # elements.
 OPAQUE = (

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from jaxmp._core import _compat
+from jaxmp._core import _compat, named
 from jaxmp._programs._analysis import Forward
 from jaxmp._programs._constructs import CONSTRUCTS
 from jaxmp._programs._interpreter import Frame
@@ -16,9 +16,7 @@ from jaxmp._programs._locations import call_stack
 from jaxmp._programs._matmuls import is_inner_product
 from jaxmp._programs._operations import exponent_of, name_of
 
-_SAME = frozenset(("transpose", "reshape", "broadcast_in_dim", "squeeze", "neg", "abs", "copy")) | {
-    "convert_element_type"
-}
+_SAME = named("transpose reshape broadcast_in_dim squeeze neg abs copy convert_element_type")
 _SCALES = frozenset(("mul", "div"))
 _ADDS = frozenset(("add", "sub"))
 _BOUNDS = frozenset(("max", "min", "clamp", "select_n"))

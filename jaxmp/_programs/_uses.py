@@ -14,7 +14,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from jaxmp._core import _compat
+from jaxmp._core import _compat, named
 from jaxmp._core._compat import AnyJaxpr, Jaxpr, JaxprEqn
 from jaxmp._programs._analysis import Backward
 from jaxmp._programs._constructs import CONSTRUCTS, OPAQUE_CALLS
@@ -55,10 +55,6 @@ class Use(enum.IntFlag):
     ANGLE = enum.auto()
 
 
-def _named(names: str) -> frozenset[str]:
-    return frozenset(names.split())
-
-
 DECISIONS = Use.LOSS | Use.ORDER | Use.SOFTMAX
 # Uses for which a value should not be rounded.
 SENSITIVE = ~(Use.SUMMED | Use.PRODUCT)
@@ -68,7 +64,7 @@ _MAGNIFIED, _SOLVED, _CHAINED, _SUMMED, _PRODUCT, _DISTANCE, _ANGLE = map(int, [
 _DECISIONS = int(DECISIONS)
 _COMPARED = frozenset(("argmax", "argmin", "top_k", "approx_top_k", "sort"))
 # Operations that move or choose elements, and leave them as they are.
-EXACT = _named(
+EXACT = named(
     "convert_element_type reduce_precision copy copy_p neg max min clamp select_n reduce_max"
     " reduce_min cummax cummin reduce_window_max reduce_window_min select_and_gather_add"
     " transpose reshape broadcast_in_dim broadcast_to squeeze expand_dims rev tile slice"
@@ -79,16 +75,16 @@ EXACT = _named(
     " all_gather_reduced pvary preduced pcast psum psum_invariant unreduced_psum reduce_scatter"
     " unreduced_reduce_scatter"
 )
-_SUMS = _named("reduce_sum cumsum reduce_window_sum scatter-add scatter-sub select_and_scatter_add")
+_SUMS = named("reduce_sum cumsum reduce_window_sum scatter-add scatter-sub select_and_scatter_add")
 # Functions whose results are accurate if they were rounded, but not if their operands were.
 _FLAT = frozenset(("tanh", "atan", "erf", "erfc", "logistic"))
-_MAGNIFYING = _named("log log1p log2 sqrt rsqrt cbrt erf_inv acos asin acosh atanh")
-SOLVERS = _named(
+_MAGNIFYING = named("log log1p log2 sqrt rsqrt cbrt erf_inv acos asin acosh atanh")
+SOLVERS = named(
     "cholesky cholesky_update custom_linear_solve eig eigh geqp3 geqrf hessenberg"
     " householder_product lu ormqr qr schur svd triangular_solve tridiagonal"
     " tridiagonal_solve"
 )
-_LINEAR = EXACT.union(MATMULS, _named("add sub add_any")) - _named("max min clamp select_n")
+_LINEAR = EXACT.union(MATMULS, named("add sub add_any")) - named("max min clamp select_n")
 # Operations -> the uses of their results that are uses of their operands. Others pass all uses.
 _PASSED = {
     name: passed
@@ -96,19 +92,19 @@ _PASSED = {
         (_FLAT, _DECISIONS | _SOLVED | _RESULT),
         (_MAGNIFYING, _DECISIONS | _SOLVED),
         (
-            _named("exp exp2 expm1 sin cos tan sinh cosh asinh pow digamma lgamma erf_inv rem"),
+            named("exp exp2 expm1 sin cos tan sinh cosh asinh pow digamma lgamma erf_inv rem"),
             _DECISIONS | _SOLVED,
         ),
         (
-            _named("sqrt cbrt abs square integer_pow reduce_prod cumprod"),
+            named("sqrt cbrt abs square integer_pow reduce_prod cumprod"),
             _DECISIONS | _SOLVED | _MAGNIFIED,
         ),
-        (_named("add sub add_any"), ~_PRODUCT),
+        (named("add sub add_any"), ~_PRODUCT),
     )
     for name in names
 }
 # Operations of which a result of the program is only that of the larger operand.
-_COMBINING = _named("add sub add_any mul div dot_general")
+_COMBINING = named("add sub add_any mul div dot_general")
 
 
 def uses(jaxpr: AnyJaxpr, results: Sequence[Use] | None = None) -> dict[Any, Use]:

@@ -298,10 +298,9 @@ def _is_saved(leaf: object) -> TypeGuard[Saved]:
 # ---------------------------------------------------------------------------
 
 # Operations that move the elements of their first operand, and compute nothing.
-MOVES = (
-    frozenset({"broadcast_in_dim", "copy", "dynamic_slice", "expand_dims", "gather", "reshape"})
-    | {"rev", "slice", "split", "squeeze", "transpose", "unstack"}
-    | {"all_gather", "mesh_cast", "pvary", "reshard", "sharding_constraint"}
+MOVES = _core.named(
+    "broadcast_in_dim copy dynamic_slice expand_dims gather reshape rev slice split squeeze"
+    " transpose unstack all_gather mesh_cast pvary reshard sharding_constraint"
 )
 MATMULS = frozenset({"conv_general_dilated", "dot_general", "ragged_dot_general"})
 # Operations that may follow the matmul of a weight gradient, such as the factor of a scale.

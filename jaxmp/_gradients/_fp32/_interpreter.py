@@ -53,17 +53,12 @@ from jaxmp._programs import Entry, Form, Frame, Interpreter
 _BROADCASTING = frozenset({"add", "add_any", "div", "max", "min", "mul", "sub"})
 
 # Operations that move the elements of several operands, and arithmetic.
-_MERGES = frozenset(
-    {"add", "concatenate", "div", "dynamic_update_slice", "mul", "neg", "pad", "select_n", "stack"}
-    | {"sub"}
-)
+_MERGES = _core.named("add concatenate div dynamic_update_slice mul neg pad select_n stack sub")
 
 # Functions of single elements.
-_FUNCTIONS = frozenset(
-    {"abs", "acos", "acosh", "asin", "asinh", "atan", "atan2", "atanh", "cbrt", "clamp", "cos"}
-    | {"cosh", "digamma", "erf", "erf_inv", "erfc", "exp", "exp2", "expm1", "integer_pow"}
-    | {"lgamma", "log", "log1p", "logistic", "pow", "rsqrt", "sin", "sinh", "sqrt", "square"}
-    | {"tan", "tanh"}
+_FUNCTIONS = _core.named(
+    "abs acos acosh asin asinh atan atan2 atanh cbrt clamp cos cosh digamma erf erf_inv erfc exp"
+    " exp2 expm1 integer_pow lgamma log log1p logistic pow rsqrt sin sinh sqrt square tan tanh"
 )
 
 # Constructs that the interpreter enters, if they read weights.

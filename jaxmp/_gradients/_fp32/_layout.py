@@ -24,39 +24,10 @@ from jaxmp._programs import Frame, Interpreter, Place
 _Entries: TypeAlias = tuple[Any, ...]
 
 # Operations on single elements, which a device can apply to its part of a weight.
-ELEMENTWISE = frozenset(
-    {
-        "abs",
-        "add",
-        "bitcast_convert_type",
-        "clamp",
-        "convert_element_type",
-        "copy",
-        "div",
-        "eq",
-        "exp2",
-        "ge",
-        "gt",
-        "is_finite",
-        "layout_constraint",
-        "le",
-        "lt",
-        "max",
-        "min",
-        "mul",
-        "name",
-        "ne",
-        "neg",
-        "not",
-        "or",
-        "and",
-        "optimization_barrier",
-        "reduce_precision",
-        "round",
-        "select_n",
-        "sign",
-        "sub",
-    }
+ELEMENTWISE = _core.named(
+    "abs add bitcast_convert_type clamp convert_element_type copy div eq exp2 ge gt is_finite"
+    " layout_constraint le lt max min mul name ne neg not or and optimization_barrier"
+    " reduce_precision round select_n sign sub"
 )
 REDUCTIONS = frozenset({"reduce_and", "reduce_max", "reduce_min", "reduce_or", "reduce_sum"})
 _SHAPES = frozenset({"broadcast_in_dim", "reshape", "squeeze"})

@@ -107,8 +107,8 @@ def _before_cast(var: _programs.Atom, op: _checks.OpOccurrence) -> _programs.Ato
     return before if is_widened and is_of_call else var
 
 
-_LAYOUT = _checks.named("transpose rev")
-_KERNELS = _checks.named(
+_LAYOUT = _core.named("transpose rev")
+_KERNELS = _core.named(
     "pallas_call mpmd_map tpu_custom_call mosaic_gpu_p ffi_call pure_callback cudnn_fusion"
     " scaled_dot scaled_matmul"
 )

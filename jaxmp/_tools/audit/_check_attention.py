@@ -26,7 +26,7 @@ UNFUSED_ATTENTION = Check(
 # Elements of one head's logits that a fused kernel computes as one block (64 queries, 64 keys). It
 # saves nothing beyond that.
 _BLOCK = 64 * 64
-_CASTS = _checks.named("convert_element_type")
+_CASTS = _core.named("convert_element_type")
 # Treatment of the logits by each implementation of jaxmp's attention.
 _LOGITS = {
     "xla": "stores the logits of all pairs of positions in memory",

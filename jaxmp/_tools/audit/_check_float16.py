@@ -28,7 +28,7 @@ FLOAT16_RANGE = _checks.Check(
 )
 
 _LARGEST = 65504
-_BROADCASTS = _checks.named("broadcast_in_dim reshape")
+_BROADCASTS = _core.named("broadcast_in_dim reshape")
 # The factor of head size 8; smaller ones scale the logits of attention.
 _ATTENTION_SCALE = 8**-0.5
 
@@ -36,19 +36,19 @@ _ATTENTION_SCALE = 8**-0.5
 class LostEpsilon(ConditionalFinding):
     """Label of a float16 value to which an epsilon was added that is 0 in float16."""
 
-    check, survives = FLOAT16_RANGE, _checks.LAYOUT | _checks.named("sqrt")
+    check, survives = FLOAT16_RANGE, _checks.LAYOUT | _core.named("sqrt")
 
 
 class Square(ConditionalFinding):
     """Label of the square of a float16 value."""
 
-    check, survives = FLOAT16_RANGE, _checks.LAYOUT | _checks.named("mul div")
+    check, survives = FLOAT16_RANGE, _checks.LAYOUT | _core.named("mul div")
 
 
 class UnscaledLogits(ConditionalFinding):
     """Label of float16 logits that were scaled after their matmul."""
 
-    check, survives = FLOAT16_RANGE, _checks.LAYOUT | _checks.named("sub add select_n max")
+    check, survives = FLOAT16_RANGE, _checks.LAYOUT | _core.named("sub add select_n max")
 
 
 class OtherFormat(ConditionalFinding):
@@ -108,7 +108,7 @@ def _float16_operands(op: _checks.OpOccurrence) -> list[_programs.Atom]:
 def check_formats(op: _checks.OpOccurrence, audit: _auditor.Auditor) -> OtherFormat | None:
     """Reports values that are cast from one 16-bit format to the other and back."""
     (operand,), dtype = op.operands, op.dtype
-    source = _checks.half_of([op.body.source_of(operand, _checks.named("convert_element_type"))])
+    source = _checks.half_of([op.body.source_of(operand, _core.named("convert_element_type"))])
     if source is None or not _core.is_16bit(dtype) or op.is_backward:
         return None
     audit.report(OtherFormat, [operand], f", and back at {op.where}")

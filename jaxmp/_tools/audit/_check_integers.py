@@ -74,10 +74,10 @@ class _Complement(_labels.Fact):
     """Label of 1 minus a rounded array, or minus the squares of its elements."""
 
     value: RoundedValue
-    survives = _labels.FloatInput.survives | _checks.named("mul div add sub max")
+    survives = _labels.FloatInput.survives | _core.named("mul div add sub max")
 
 
-_SQUARES = _checks.LAYOUT | _checks.named("mul square integer_pow reduce_sum")
+_SQUARES = _checks.LAYOUT | _core.named("mul square integer_pow reduce_sum")
 
 
 @ROUNDED_INPUT.on_operation("convert_element_type")
@@ -168,7 +168,7 @@ INT_OVERFLOW = _checks.Check(
     fix="jnp.matmul(x, w, preferred_element_type=jnp.int32)",
 )
 
-_MOVES = _checks.LAYOUT | _checks.named("slice dynamic_slice gather rev concatenate select_n neg")
+_MOVES = _checks.LAYOUT | _core.named("slice dynamic_slice gather rev concatenate select_n neg")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -188,7 +188,7 @@ class RoundedIndex(_labels.ConditionalFinding):
     """Label of integers that were made of 16-bit numbers."""
 
     check = ROUNDED_INTEGER
-    survives = _MOVES | _checks.named("add sub min max clamp jit pjit")
+    survives = _MOVES | _core.named("add sub min max clamp jit pjit")
 
 
 class RoundedKeys(_labels.ConditionalFinding):

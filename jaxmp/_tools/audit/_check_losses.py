@@ -32,8 +32,8 @@ LOG_OF_ROUNDED = Check(
     fix="log_p = jax.nn.log_sigmoid(x.astype(jnp.float32))",
 )
 
-_MOVES = _checks.LAYOUT | _checks.named("slice gather select_n")
-_ELEMENTWISE = _MOVES | _checks.named(
+_MOVES = _checks.LAYOUT | _core.named("slice gather select_n")
+_ELEMENTWISE = _MOVES | _core.named(
     "add sub mul div neg max min clamp square integer_pow reduce_sum sqrt log1p exp"
 )
 
@@ -42,7 +42,7 @@ class RoundedLoss(_labels.ConditionalFinding):
     """Label of a mean or sum that is a scalar in 16 bits."""
 
     check = LOSS_16BIT
-    survives = _checks.LAYOUT | _checks.named("add sub mul div neg log sqrt")
+    survives = _checks.LAYOUT | _core.named("add sub mul div neg log sqrt")
 
 
 class RoundedTerm(_labels.ConditionalFinding):
@@ -55,7 +55,7 @@ class RoundedTerm(_labels.ConditionalFinding):
 class RoundedDifference(RoundedTerm):
     """Label of a function of a 16-bit difference, which a softplus passes to `exp`."""
 
-    survives = _checks.LAYOUT | _checks.named(
+    survives = _checks.LAYOUT | _core.named(
         "add sub mul div min max clamp select_n square integer_pow reduce_sum sqrt"
     )
 
@@ -63,7 +63,7 @@ class RoundedDifference(RoundedTerm):
 class Probability(_labels.Fact):
     """Label of a 16-bit sigmoid, softmax, tanh or uniform random number."""
 
-    survives = _MOVES | _checks.named("sub add max min clamp mul square integer_pow")
+    survives = _MOVES | _core.named("sub add max min clamp mul square integer_pow")
 
     def __init__(self, op: OpOccurrence, name: str) -> None:
         self.op, self.name = op, name
@@ -82,7 +82,7 @@ def label_loss(op: OpOccurrence, audit: Auditor) -> RoundedLoss | None:
         return None
     total = op.equation
     if op.name == "convert_element_type":
-        total = op.body.maker_through(op.operands[0], _checks.LAYOUT | _checks.named("mul div neg"))
+        total = op.body.maker_through(op.operands[0], _checks.LAYOUT | _core.named("mul div neg"))
     if total is None or total.primitive.name != "reduce_sum" or total.invars[0].aval.size == 1:
         return None
     if _checks.dtype_of(op.body.source_of(total.invars[0], _checks.LAYOUT)) not in _checks.FLOATS:
@@ -204,8 +204,8 @@ ROUNDED_OUTPUT = Check(
 )
 
 _SOFTMAX_READS = "; exponentials of it are summed, as in a softmax or a log-sum-exp"
-_KEEPS_ERROR = _programs.EXACT | _checks.LAYOUT | _checks.named("add mul div tanh")
-_CAST_ERROR = _KEEPS_ERROR | _checks.named("cumsum sqrt")
+_KEEPS_ERROR = _programs.EXACT | _checks.LAYOUT | _core.named("add mul div tanh")
+_CAST_ERROR = _KEEPS_ERROR | _core.named("cumsum sqrt")
 # Dtype -> the distance between its numbers from 256 to 512.
 _STEPS = {np.dtype(jnp.bfloat16): 2, np.dtype(jnp.float16): 0.25}
 
@@ -231,7 +231,7 @@ class UserCast(RoundingError):
 class _Computed(_labels.Fact):
     """Label of values that are computed from a matmul or an exponential: no targets, no noise."""
 
-    survives = _ELEMENTWISE | _KEEPS_ERROR | _checks.named("rsqrt pow erf logistic log cumsum")
+    survives = _ELEMENTWISE | _KEEPS_ERROR | _core.named("rsqrt pow erf logistic log cumsum")
 
 
 _COMPUTED = _Computed()
@@ -248,7 +248,7 @@ class _Difference(_labels.Fact):
     """Label of a function of the difference of a rounded result and of another value."""
 
     rounded: RoundingError
-    survives = _ELEMENTWISE | _CAST_ERROR | _checks.named("pow logistic log")
+    survives = _ELEMENTWISE | _CAST_ERROR | _core.named("pow logistic log")
 
 
 @LOSS_16BIT.on_operation("convert_element_type")
@@ -362,7 +362,7 @@ def _are_slices(
     return bool(first - second and second - first)
 
 
-_SLICES = _checks.named("slice dynamic_slice gather split broadcast_in_dim")
+_SLICES = _core.named("slice dynamic_slice gather split broadcast_in_dim")
 
 
 def _has_error(rounding: OpOccurrence, var: _programs.Atom, audit: Auditor) -> bool:

@@ -32,8 +32,8 @@ IMPLICIT_PROMOTION = Check(
     fix="y = y.astype(x.dtype)",
 )
 
-_BINARY = _checks.named("add sub mul div max min pow rem atan2 select_n concatenate")
-_BROADCASTS = _checks.named("broadcast_in_dim reshape")
+_BINARY = _core.named("add sub mul div max min pow rem atan2 select_n concatenate")
+_BROADCASTS = _core.named("broadcast_in_dim reshape")
 
 
 class PromotedValue(_labels.ConditionalFinding, _labels.WideValue):

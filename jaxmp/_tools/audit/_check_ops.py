@@ -63,18 +63,18 @@ ACCUMULATOR_16BIT = _checks.Check(
 
 _FIX_NORM = f"Compute mean and variance in FP32, and cast the result:\n    {NORM_16BIT.fix}"
 _FIX_POWER = "Cast the matrix and the vectors before the iteration:\n    w = w.astype(jnp.float32)"
-_NEAR = _checks.LAYOUT | _checks.named("mul div add sub select_n")
-_SUMS = _checks.named("reduce_sum cumsum")
+_NEAR = _checks.LAYOUT | _core.named("mul div add sub select_n")
+_SUMS = _core.named("reduce_sum cumsum")
 # Operations between an exponential and its sum, as that with a mask.
-_WEIGHTS = _checks.named("mul select_n")
-_SQUARES = _checks.named("square integer_pow")
-REDUCTIONS = _SUMS | _checks.named(
+_WEIGHTS = _core.named("mul select_n")
+_SQUARES = _core.named("square integer_pow")
+REDUCTIONS = _SUMS | _core.named(
     "reduce_prod cumprod cumlogsumexp reduce_window_sum scatter-add scatter-sub scatter-mul"
 )
 # Activation functions of `jax.nn` that compute exponentials of negative numbers only.
 _BOUNDED = frozenset({"elu", "celu", "selu"})
 # `one_minus_square` is the derivative of tanh.
-_POWERS = _checks.named("integer_pow square one_minus_square")
+_POWERS = _core.named("integer_pow square one_minus_square")
 
 
 # ---------------------------------------------------------------------------
@@ -209,7 +209,7 @@ def is_square(equation: _programs.Equation) -> bool:
 class OnePass(_labels.ConditionalFinding):
     """Label of a 16-bit difference of a mean of squares and of a squared mean."""
 
-    check, survives = NORM_16BIT, _NEAR | _checks.named("max")
+    check, survives = NORM_16BIT, _NEAR | _core.named("max")
 
 
 @NORM_16BIT.on_operation("sub")

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from jaxmp import _core, _programs
 from jaxmp._tools.audit._auditor import Auditor
 from jaxmp._tools.audit._check_compiled import CompiledProgram
-from jaxmp._tools.audit._checks import LAYOUT, NOTE, Check, OpOccurrence, dtype_of, named
+from jaxmp._tools.audit._checks import LAYOUT, NOTE, Check, OpOccurrence, dtype_of
 from jaxmp._tools.audit._dataflow import From
 from jaxmp._tools.audit._hlo import Instruction, Program, Step
 from jaxmp._tools.audit._hlo_kernels import accessed, kernels, results, written
@@ -225,7 +225,7 @@ WIDE_GATHER = Check(
 class TableRows(Fact):
     """Label of the rows that were looked up in an FP32 parameter."""
 
-    survives = LAYOUT | named("select_n")
+    survives = LAYOUT | _core.named("select_n")
 
     def __init__(self, op: OpOccurrence) -> None:
         self.op = op

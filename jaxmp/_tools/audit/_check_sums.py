@@ -22,7 +22,7 @@ from jaxmp._tools.fixes import _rewrite
 from jaxmp._tools.report import _section
 
 # Reductions that XLA divides into chunks; the others add one term after another.
-_IN_CHUNKS = _checks.named("reduce_sum cumsum reduce_prod cumprod cumlogsumexp")
+_IN_CHUNKS = _core.named("reduce_sum cumsum reduce_prod cumprod cumlogsumexp")
 
 # Sums of fewer terms lose less than three bits.
 _FEW_TERMS = 8
@@ -183,10 +183,10 @@ def check_associative_scan(op: OpOccurrence, audit: Auditor) -> None:
         audit.add(_check_ops.ACCUMULATOR_16BIT, op, message, fix)
 
 
-_KEEPS = _checks.LAYOUT | _checks.named(
+_KEEPS = _checks.LAYOUT | _core.named(
     "neg select_n gather dynamic_slice slice scatter dynamic_update_slice"
 )
-_SUMS = _checks.named("add add_any sub scatter-add scatter-sub")
+_SUMS = _core.named("add add_any sub scatter-add scatter-sub")
 
 
 class _Linear(NamedTuple):
@@ -347,7 +347,7 @@ def _steps_of(
     return steps if depends else []
 
 
-_CHANGES = _checks.named("mul div add sub max min clamp")
+_CHANGES = _core.named("mul div add sub max min clamp")
 
 
 @_check_ops.ACCUMULATOR_16BIT.on_program
@@ -376,7 +376,7 @@ def check_running_state(audit: Auditor, traced: Traced) -> Iterator[Finding]:
 class StateCopy(_labels.Fact):
     """Label of the 16-bit copy of an FP32 argument that the step updates with gradients."""
 
-    survives = _checks.LAYOUT | _checks.named("select_n sharding_constraint")
+    survives = _checks.LAYOUT | _core.named("select_n sharding_constraint")
 
     def __init__(self, number: int, op: OpOccurrence) -> None:
         self.number, self.op = number, op

@@ -198,18 +198,13 @@ class PendingFindings:
 FLOATS = _core.CASTABLE | {_core.FLOAT64}
 
 
-def named(text: str) -> frozenset[str]:
-    """Returns the set of primitive names in a string, which are separated by blanks."""
-    return frozenset(text.split())
-
-
 # Primitives that return the elements of their operand, or their absolute values (as the maximum in
 # `jax.nn.logsumexp` does), in another layout or dtype.
-LAYOUT = named(
+LAYOUT = _core.named(
     "convert_element_type reshape broadcast_in_dim abs squeeze transpose copy expand_dims"
     " stop_gradient reduce_precision"
 )
-PERIODIC = named("sin cos tan")
+PERIODIC = _core.named("sin cos tan")
 
 
 class OpOccurrence(NamedTuple):

@@ -93,9 +93,7 @@ def describe(gpu: _core.Target) -> str:
     )
 
 
-_CALLBACKS = frozenset(
-    ("debug_callback", "debug_print", "io_callback", "pure_callback", "inspect_sharding")
-)
+_CALLBACKS = _core.named("debug_callback debug_print io_callback pure_callback inspect_sharding")
 # Autotuning requires the GPU. Without it XLA would select a Triton kernel for every matmul and
 # never cuBLAS, whose FP8 kernels it finds by pattern. The dtypes are the same as on the GPU.
 _WITHOUT_GPU = {"xla_gpu_autotune_level": 0, "xla_gpu_enable_triton_gemm": False}

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxmp import _core, _programs
-from jaxmp._tools.audit._checks import LAYOUT, OpOccurrence, dtype_of, named
+from jaxmp._tools.audit._checks import LAYOUT, OpOccurrence, dtype_of
 
 # Operand -> its labels.
 LabelsOf = Callable[[_programs.Atom], frozenset[Any]]
@@ -64,17 +64,17 @@ class Update:
 
 # The labels that `lineage` propagates.
 LINEAGE = (From, Scalar, Terms, Update)
-_SAME = named(
+_SAME = _core.named(
     "convert_element_type reshape broadcast_in_dim squeeze expand_dims transpose copy copy_p"
     " optimization_barrier reduce_precision stop_gradient pvary pcast sharding_constraint select_n"
     " max min clamp psum psum_invariant all_gather reduce_scatter"
 )
 
 
-_SUMS = named("add add_any sub")
+_SUMS = _core.named("add add_any sub")
 # Primitives whose results may be labeled `Scalar`, whatever labels the operands have.
-MAKES_SCALARS = named("broadcast_in_dim select_n")
-_RULES = _SAME | _SUMS | named("neg mul div")
+MAKES_SCALARS = _core.named("broadcast_in_dim select_n")
+_RULES = _SAME | _SUMS | _core.named("neg mul div")
 
 
 def lineage(op: OpOccurrence, own: frozenset[Any], labels_of: LabelsOf) -> frozenset[Any]:
@@ -210,12 +210,12 @@ def _scalars(var: _programs.Atom, labels: Iterable[Any]) -> list[Scalar]:
     return [x for x in labels if isinstance(x, Scalar)] if number is None else [Scalar(number)]
 
 
-_PRODUCTS = named("mul dot_general conv_general_dilated ragged_dot_general")
-_JOINS = named(
+_PRODUCTS = _core.named("mul dot_general conv_general_dilated ragged_dot_general")
+_JOINS = _core.named(
     "add add_any sub max min select_n concatenate stack pad clamp dynamic_update_slice scatter"
     " scatter-add scatter-min scatter-max"
 )
-_LINEAR = _programs.EXACT.union(named("abs reduce_sum cumsum reduce_window_sum")) - _JOINS
+_LINEAR = _programs.EXACT.union(_core.named("abs reduce_sum cumsum reduce_window_sum")) - _JOINS
 _ROOTS = {"sqrt": 0.5, "rsqrt": -0.5, "square": 2.0}
 
 
@@ -275,7 +275,7 @@ def _is_neutral(var: _programs.Atom, op: OpOccurrence) -> bool:
     In a backward pass, such are all summands that are not proportional to the scale.
     """
     source = op.body.source_of(
-        var, named("broadcast_in_dim square neg convert_element_type reshard")
+        var, _core.named("broadcast_in_dim square neg convert_element_type reshard")
     )
     is_large = lambda value: np.any(np.isfinite(value) & (np.abs(value) > 1e-3))
     is_constant = _programs.is_literal(source) and not is_large(source.val)
@@ -286,7 +286,7 @@ def _is_neutral(var: _programs.Atom, op: OpOccurrence) -> bool:
 # by its norm.
 _MOST_STEPS = 32
 # Operations between a product and the same vector, divided by its norm.
-_NORMALIZED = LAYOUT | named("mul div jit pjit")
+_NORMALIZED = LAYOUT | _core.named("mul div jit pjit")
 
 
 def is_of_power_iteration(op: OpOccurrence, use: _programs.Use) -> bool:

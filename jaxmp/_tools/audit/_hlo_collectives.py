@@ -9,18 +9,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jaxmp import _programs
-from jaxmp._tools.audit._checks import named
+from jaxmp import _core, _programs
 from jaxmp._tools.audit._hlo import Instruction, Shape, Step
 from jaxmp._tools.audit._hlo_matmuls import DataFlow, Value, is_differentiated, is_matmul
 
-_COLLECTIVES = (
-    "all-gather",
-    "all-reduce",
-    "reduce-scatter",
-    "all-to-all",
-    "collective-permute",
-    "ragged-all-to-all",
+_COLLECTIVES = _core.named(
+    "all-gather all-reduce reduce-scatter all-to-all collective-permute ragged-all-to-all"
 )
 _SUMS = ("all-reduce", "reduce-scatter")
 # Contents of arrays.
@@ -28,18 +22,18 @@ WEIGHT, WEIGHT_GRADIENT, ACTIVATION, UPDATE = "weight", "gradient", "activation"
 
 # Instructions, besides matmuls, that combine elements of a gradient. Only gradients of activations
 # are read by them.
-_COMBINES = named("scatter reduce reduce-window sort gather")
+_COMBINES = _core.named("scatter reduce reduce-window sort gather")
 # Instructions besides matmuls whose result is an activation, whatever their operands are.
-_MIXES = named("scatter rng-bit-generator")
+_MIXES = _core.named("scatter rng-bit-generator")
 # Instructions after which an array is still the same weight, in another layout or dtype.
-_LAYOUT = named(
+_LAYOUT = _core.named(
     "bitcast copy transpose reshape convert dynamic-slice dynamic-update-slice slice tuple"
     " get-tuple-element while call conditional fusion fusion-start parameter optimization-barrier"
     " opt-barrier copy-start copy-done async-start async-done all-gather all-gather-start"
     " all-gather-done concatenate pad"
 )
 # Quantization scales a weight by a number or by one number for each row or column.
-_SCALES = named("multiply divide clamp select abs negate maximum minimum")
+_SCALES = _core.named("multiply divide clamp select abs negate maximum minimum")
 
 
 def collective_name(instruction: Instruction) -> str:

@@ -23,7 +23,7 @@ from jaxmp._tools.audit import _checks, _dataflow
 # ---------------------------------------------------------------------------
 
 # Primitives that move elements, and the limits of a saturating cast.
-_MOVES = _checks.named(
+_MOVES = _core.named(
     "convert_element_type reshape broadcast_in_dim squeeze expand_dims transpose rev copy slice"
     " dynamic_slice gather split unstack stack concatenate tile clamp select_n stop_gradient"
 )
@@ -104,7 +104,7 @@ class Summand(Fact):
 
     owner: tuple[str, ...]
     name: str
-    survives: ClassVar = _MOVES | _checks.named("add sub neg max abs")
+    survives: ClassVar = _MOVES | _core.named("add sub neg max abs")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,19 +117,19 @@ class RoundedInput(Fact):
     input: FloatInput
     dtype: str
     product: _checks.OpOccurrence | None = dataclasses.field(default=None, compare=False)
-    survives: ClassVar = _MOVES | _checks.named("mul div add sub neg")
+    survives: ClassVar = _MOVES | _core.named("mul div add sub neg")
 
 
 class LogProbability(Fact):
     """Label of an FP32 logarithm, and of differences of such."""
 
-    survives = _checks.LAYOUT | _checks.named("slice gather select_n sub add neg mul")
+    survives = _checks.LAYOUT | _core.named("slice gather select_n sub add neg mul")
 
 
 class Solved(Fact):
     """Label of the result of a factorization or a solve, and of what is computed from it."""
 
-    survives = _programs.EXACT | _checks.named("mul div add sub sqrt square exp log dot_general")
+    survives = _programs.EXACT | _core.named("mul div add sub sqrt square exp log dot_general")
 
 
 SOLVED = Solved()
@@ -179,18 +179,18 @@ _GRADIENT: Labels = frozenset({_dataflow.GRADIENT})
 
 # Primitives that propagate `Logits`, besides those that the op table runs in the widest operand
 # dtype or in the dtype of the operand.
-_KEEPS_LOGITS = _checks.named("convert_element_type exp exp2 stop_gradient")
+_KEEPS_LOGITS = _core.named("convert_element_type exp exp2 stop_gradient")
 # Primitives that combine elements, so that a promoted array ends there.
-REDUCES = _checks.named(
+REDUCES = _core.named(
     "reduce_sum reduce_prod reduce_max reduce_min argmax argmin dot_general conv_general_dilated"
     " ragged_dot_general reduce_window_sum reduce_window_max"
 )
-_BREAKS = _checks.named(
+_BREAKS = _core.named(
     "reduce_max reduce_min argmax argmin sort top_k approx_top_k gather cummax cummin eq ne lt le"
     " gt ge dynamic_slice"
 )
 # Frequent primitives after which a gradient has no other label.
-_PLAIN = _checks.named(
+_PLAIN = _core.named(
     "mul div dot_general transpose reshape reduce_sum select_n neg sqrt rsqrt max min exp"
 )
 # Labels that special rules propagate.

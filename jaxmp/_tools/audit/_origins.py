@@ -17,19 +17,19 @@ from jaxmp._tools.audit import _auditor, _checks
 from jaxmp._tools.audit._checks import OpOccurrence
 from jaxmp._tools.fixes import _functions, _rewrite, _source
 
-_MOVES = _checks.LAYOUT | _checks.named(
+_MOVES = _checks.LAYOUT | _core.named(
     "slice gather dynamic_slice concatenate rev select_n stop_gradient pad"
 )
 # Operations that round each element of a 16-bit array.
-_ELEMENTWISE = _MOVES | _checks.named(
+_ELEMENTWISE = _MOVES | _core.named(
     "add sub mul div neg exp exp2 log log1p expm1 logistic tanh pow integer_pow square sqrt rsqrt"
     " max min clamp"
 )
 # Primitives between a user's cast and the matmul that reads it.
-_BEFORE_MATMUL = _checks.named("reshape broadcast_in_dim squeeze expand_dims transpose mul div")
-_LOGS = _checks.named("log log1p log2")
+_BEFORE_MATMUL = _core.named("reshape broadcast_in_dim squeeze expand_dims transpose mul div")
+_LOGS = _core.named("log log1p log2")
 # Operations of a norm: the sum of elementwise results.
-SUMS = _ELEMENTWISE | _checks.named("reduce_sum")
+SUMS = _ELEMENTWISE | _core.named("reduce_sum")
 # Functions whose results are probabilities, of which a difference cancels.
 _PROBABILITIES = ("softmax", "sigmoid")
 # A variable, and an operation of the jaxpr that contains it.
@@ -320,7 +320,7 @@ def _is_read_exactly(op: OpOccurrence, function: str) -> bool:
 
     A cast of the result to 16 bits would round what these magnify.
     """
-    exact = _LOGS | _checks.named("sub") if function.endswith(_PROBABILITIES) else _LOGS
+    exact = _LOGS | _core.named("sub") if function.endswith(_PROBABILITIES) else _LOGS
     site, waiting = _programs.call_site(op.equation), [(v, op) for v in op.equation.outvars]
     names = set[str]()
     for var, within in walked(waiting):

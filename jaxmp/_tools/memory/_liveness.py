@@ -23,7 +23,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxmp import _programs
-from jaxmp._core import _compat
+from jaxmp._core import _compat, named
 from jaxmp._programs import Form, Inner
 
 # Axes of the mesh that divide an array; None for one that depends on no argument, such as zeros,
@@ -32,9 +32,9 @@ Axes: TypeAlias = frozenset[str] | None
 _NO_AXES = frozenset[Any]()
 
 # Operations whose results are the same arrays in memory. Matmuls read transposed operands.
-_VIEWS = frozenset(
-    {"copy", "expand_dims", "name", "pcast", "pvary", "reshape", "squeeze", "stop_gradient"}
-    | {"bitcast_convert_type", "optimization_barrier", "transpose"}
+_VIEWS = named(
+    "copy expand_dims name pcast pvary reshape squeeze stop_gradient bitcast_convert_type"
+    " optimization_barrier transpose"
 )
 _PLACEMENTS = ("reshard", "sharding_constraint")
 # Prefixes of the primitives that are kernels: those that compute their operands themselves, and

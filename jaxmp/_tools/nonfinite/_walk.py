@@ -11,20 +11,19 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from jaxmp import _programs
+from jaxmp import _core, _programs
 from jaxmp._tools.nonfinite._record import FINITE, INFINITE, NAN, Recorded, Region
 
 At = tuple[int, ...]
 # Operations that move, scale or add the elements of an operand.
-MOVES = frozenset(
-    {"add_any", "broadcast_in_dim", "convert_element_type", "copy", "expand_dims", "max", "mul"}
-    | {"neg", "optimization_barrier", "pcast", "pvary", "reduce_sum", "reshape", "squeeze"}
-    | {"stop_gradient", "transpose"}
+MOVES = _core.named(
+    "add_any broadcast_in_dim convert_element_type copy expand_dims max mul neg"
+    " optimization_barrier pcast pvary reduce_sum reshape squeeze stop_gradient transpose"
 )
 # Functions that are infinite at finite operands other than large ones, and unknown functions.
-NO_OVERFLOWS = frozenset(
-    {"div", "log", "log1p", "log2", "rsqrt", "atanh", "erf_inv", "tan", "rem"}
-    | {"custom_partitioning", "ffi_call", "io_callback", "pallas_call", "pure_callback"}
+NO_OVERFLOWS = _core.named(
+    "div log log1p log2 rsqrt atanh erf_inv tan rem custom_partitioning ffi_call io_callback"
+    " pallas_call pure_callback"
 )
 
 

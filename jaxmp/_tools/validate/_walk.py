@@ -213,12 +213,11 @@ def walk(
 # ---------------------------------------------------------------------------
 
 
-# Operations that only move elements or change their type.
-MOVES = frozenset(
-    {"broadcast_in_dim", "convert_element_type", "copy", "copy_p", "expand_dims", "pad", "reshape"}
-    | {"optimization_barrier", "rev", "slice", "split", "squeeze", "stop_gradient", "transpose"}
-    | {"concatenate", "dynamic_slice", "dynamic_update_slice"}
-    | {"constant", "parameter"}  # of exported programs
+# Operations that only move elements or change their type; the last two are of exported programs.
+MOVES = _core.named(
+    "broadcast_in_dim convert_element_type copy copy_p expand_dims pad reshape"
+    " optimization_barrier rev slice split squeeze stop_gradient transpose concatenate"
+    " dynamic_slice dynamic_update_slice constant parameter"
 )
 _SUMS = ("dot_general", "reduce_sum", "conv_general_dilated", "cumsum", "add_any")
 # Relative differences of FP32 results that the order of sums explains.
