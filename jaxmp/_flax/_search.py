@@ -20,7 +20,7 @@ import types
 import warnings
 from collections import Counter
 from collections.abc import Callable, Hashable
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import numpy as np
@@ -38,6 +38,12 @@ from jaxmp.fp8 import _explain
 # ---------------------------------------------------------------------------
 # Search
 # ---------------------------------------------------------------------------
+
+
+# Class, policies and path of a model in the model that has the policies.
+_Key: TypeAlias = tuple[type, PolicyMap, tuple[str, ...]]
+# Returns a function of arrays that calls the model, the arrays, and the variables among them.
+_Prepare: TypeAlias = Callable[[], tuple[Callable[..., PyTree], PyTree, PyTree]]
 
 
 class ModelSearch:
@@ -60,13 +66,7 @@ class ModelSearch:
     def __reduce__(self) -> tuple[type[ModelSearch], tuple[()]]:
         return ModelSearch, ()
 
-    def of_call(
-        self,
-        key: tuple[type, PolicyMap, tuple[str, ...]],
-        called: Any,
-        arguments: PyTree,
-        prepare: Callable[[], tuple[Callable[..., PyTree], PyTree, PyTree]],
-    ) -> Hashable:
+    def of_call(self, key: _Key, called: Any, arguments: PyTree, prepare: _Prepare) -> Hashable:
         """Returns the labels of the values of a call of a model that are not rounded.
 
         Args:
@@ -127,8 +127,8 @@ class ModelSearch:
 
     def _search(
         self,
-        key: tuple[type, PolicyMap, tuple[str, ...]],
-        prepare: Callable[[], tuple[Callable[..., PyTree], PyTree, PyTree]],
+        key: _Key,
+        prepare: _Prepare,
         labeling: _labels.Labeling,
         *,
         is_first: bool,
@@ -137,11 +137,7 @@ class ModelSearch:
         """Returns label -> why its value is not rounded; None if the call cannot be traced."""
         is_cast = is_traced_by_autocast()
         try:
-            fn, arrays, variables = prepare()
-            search = _compat.context(decisions=labeling)
-            with search, _explain.recorded() as fp8, warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                closed = _programs.trace(fn, (arrays,), {}).closed
+            closed, variables, fp8 = _traced(prepare, labeling)
         except Exception as error:
             # The call itself raises the same error, or it reads values of arrays outside of `jit`.
             self._failure = _failure_text(key, labeling, error)
@@ -180,6 +176,17 @@ class ModelSearch:
         return labels
 
 
+def _traced(
+    prepare: _Prepare, decisions: Hashable
+) -> tuple[_compat.ClosedJaxpr, PyTree, _explain.Record]:
+    """Returns the program of a call with some decisions, its variables, and those on FP8."""
+    fn, arrays, variables = prepare()
+    search = _compat.context(decisions=decisions)
+    with search, _explain.recorded() as fp8, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return _programs.trace(fn, (arrays,), {}).closed, variables, fp8
+
+
 def _unmatched_rule(policies: PolicyMap, labeling: _labels.Labeling, params: PyTree) -> str:
     """Returns a warning of a required rule that matches nothing in a Linen model; "" without one.
 
@@ -200,9 +207,7 @@ def _unmatched_rule(policies: PolicyMap, labeling: _labels.Labeling, params: PyT
 
 
 def _accepted(
-    prepare: Callable[[], tuple[Callable[..., PyTree], PyTree, PyTree]],
-    labels: dict[str, str],
-    fixed: frozenset[str],
+    prepare: _Prepare, labels: dict[str, str], fixed: frozenset[str]
 ) -> tuple[dict[str, str], Exception | None]:
     """Returns the labels of values that JAX accepts in FP32, and its error if it accepts none.
 
@@ -219,21 +224,15 @@ def _accepted(
     decisions = {label: reason for label, reason in labels.items() if reason != _OF_MODEL}
     free_decisions = {label: reason for label, reason in free.items() if reason != _OF_MODEL}
     for accepted in filter(None, (labels, free, decisions, free_decisions)):
-        fn, arrays, _ = prepare()
-        search = _compat.context(decisions=frozenset(accepted))
         try:
-            with search, _explain.recorded(), warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                _programs.trace(fn, (arrays,), {})
+            _traced(prepare, frozenset(accepted))
             return accepted, None
         except Exception as error:
             refused = error
     return {}, refused
 
 
-def _failure_text(
-    key: tuple[type, PolicyMap, tuple[str, ...]], labeling: _labels.Labeling, error: Exception
-) -> str:
+def _failure_text(key: _Key, labeling: _labels.Labeling, error: Exception) -> str:
     """Returns a warning of a call that cannot be traced, and so is not searched."""
     paths = [path for path in labeling.modules if path] or ["head"]
     text = next(iter(str(error).splitlines()), "").rstrip(".")
