@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -55,15 +55,10 @@ class TrainState(struct.PyTreeNode):
     tx: optax.GradientTransformation = struct.field(pytree_node=False)
     opt_state: PyTree = struct.field(pytree_node=True)
 
-    if TYPE_CHECKING:
-        # The method of Flax lacks annotations, which mypy reports for subclasses in strict mode.
-        def __init_subclass__(cls, **kwargs: object) -> None: ...
-
-    else:
-
-        def __init_subclass__(cls, **kwargs: object) -> None:
-            super().__init_subclass__(**kwargs)
-            cls.replace = _replace  # Flax sets its own function on each class.
+    def __init_subclass__(cls, **kwargs: object) -> None:
+        super().__init_subclass__(**kwargs)
+        own: Any = cls
+        own.replace = _replace  # Flax sets its own function on each class.
 
     @classmethod
     def create(
