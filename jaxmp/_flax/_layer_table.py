@@ -10,12 +10,13 @@ import dataclasses
 import threading
 import weakref
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jaxmp._attention._layer import attention_under_policy
 from jaxmp._flax._fp8_layers import (
     LayerDot,
     LayerEinsum,
@@ -23,8 +24,10 @@ from jaxmp._flax._fp8_layers import (
     quantizes_float32_kernels,
     wide_operator,
 )
-from jaxmp._policies._resolve import ResolvedPolicy
 from jaxmp.errors import CompositionError
+
+if TYPE_CHECKING:
+    from jaxmp._flax._casts import ModulePolicy
 
 
 def author_class(cls: type) -> Any:
@@ -112,46 +115,53 @@ class LayerTraits:
 
 
 # ---------------------------------------------------------------------------
-# Dots
+# Attributes
 # ---------------------------------------------------------------------------
 
 
-def dot_changes(
+def layer_changes(
     attributes: Mapping[str, Any],
-    traits: LayerTraits,
-    resolved: ResolvedPolicy,
+    module_policy: ModulePolicy,
     promote_dtype: Callable[..., Any],
+    attention: Callable[..., Any],
     *,
     is_default: bool,
 ) -> dict[str, Any]:
-    """Returns the attributes by which a layer's dot runs in FP8, or has a wider result.
+    """Returns the attributes of a layer that its policy replaces.
 
     Args:
       attributes: those of the layer, with the values that its author chose.
-      traits, resolved: traits and policy of the layer.
-      promote_dtype: Flax's function that promotes the operands.
+      module_policy: its policy.
+      promote_dtype, attention: Flax's functions that promote operands, and that compute attention.
       is_default: the author has not chosen another dot.
     """
+    traits, resolved, changes = module_policy.traits, module_policy.resolved, dict[str, Any]()
+    if traits.dtype in attributes:
+        changes[traits.dtype] = module_policy.field_dtype
+    if (name := traits.attention_fn) in attributes:
+        own, path = attributes[name], resolved.path
+        changes[name] = attention_under_policy(own, attention, resolved.policy, path)
     dot, wide = traits.dot, resolved.wide_output
     promote = attributes.get("promote_dtype", promote_dtype)
     # An author who replaced Flax's promotion of the operands has chosen their dtypes. A clone, such
     # as `nn.remat` makes, has the promotion of its original.
     promotes = promote is promote_dtype or isinstance(promote, Promotion)
     if dot is None or not promotes or attributes.get(f"{dot.name}_cls") is not None:
-        return {}
+        return changes
     if attributes.get(PREFERRED.name) is not None:
         wide = None
-    changes: dict[str, Any] = {}
     keeps_kernel, scaling = False, resolved.scaling or resolved.resting
     if scaling is not None and dot.fp8 is not None and is_default:
         is_resting = resolved.resting is not None
-        changes = {dot.name: dot.fp8(scaling, wide, resolved.path, is_resting=is_resting)}
+        changes[dot.name] = dot.fp8(scaling, wide, resolved.path, is_resting=is_resting)
         keeps_kernel = quantizes_float32_kernels(resolved.scaling)
     elif wide is not None and dot.function is not None and is_default:
-        changes = {dot.name: wide_operator(dot.function, wide)}
+        changes[dot.name] = wide_operator(dot.function, wide)
     elif wide is not None and PREFERRED.name in attributes:
-        changes = {PREFERRED.name: wide}
-    if changes and (wide is not None or keeps_kernel) and "promote_dtype" in attributes:
+        changes[PREFERRED.name] = wide
+    else:
+        return changes
+    if (wide is not None or keeps_kernel) and "promote_dtype" in attributes:
         changes["promote_dtype"] = Promotion(wide, keeps_kernel)
     return changes
 

@@ -17,7 +17,6 @@ from flax.core.scope import union_filters
 from flax.linen.dtypes import promote_dtype
 
 from jaxmp import _core, _programs
-from jaxmp._attention._layer import attention_under_policy
 from jaxmp._core import PyTree, _compat
 from jaxmp._flax import _fp8_layers
 from jaxmp._flax._casts import ModulePolicy, cast_like, written_back
@@ -28,7 +27,7 @@ from jaxmp._flax._layer_table import (
     LayerTable,
     LayerTraits,
     author_class,
-    dot_changes,
+    layer_changes,
 )
 from jaxmp._flax._method_call import Boundary, MethodCall
 from jaxmp.errors import CompositionError
@@ -50,7 +49,7 @@ def prepare(module: nn.Module, module_policy: ModulePolicy, keeps_dtype: bool) -
       module_policy: its policy.
       keeps_dtype: the module requires the dtype that its author chose.
     """
-    policy, traits = module_policy.policy, module_policy.traits
+    traits = module_policy.traits
     author = module.__dict__.get("_jaxmp_author", {})
     if keeps_dtype:
         _restore(module, author)
@@ -59,18 +58,9 @@ def prepare(module: nn.Module, module_policy: ModulePolicy, keeps_dtype: bool) -
         return
     object.__setattr__(module, "_jaxmp_policy", module_policy)
     object.__setattr__(module, "_jaxmp_author", author)
-    fields: dict[str, Any] = {}
-    if traits.dtype:
-        fields[traits.dtype] = module_policy.field_dtype
-    if traits.attention_fn:
-        current, default = getattr(module, traits.attention_fn), nn.dot_product_attention
-        path = module_policy.resolved.path
-        function = attention_under_policy(current, default, policy, path)
-        fields[traits.attention_fn] = function
+    fields = _layer_fields(module, module_policy)
     if traits.caches:
         fields["variable"] = _casting_variable(weakref.ref(module), module_policy)
-    if traits.dot is not None:
-        fields |= _dot_fields(module, module_policy)
     if traits.is_rnn and hasattr(module, "variable_broadcast"):
         # All steps of an `nn.RNN` share the FP8 states of its cell, as they share its parameters.
         fields["variable_broadcast"] = union_filters(module.variable_broadcast, OVERWRITE)
@@ -173,25 +163,25 @@ def _casting_variable(ref: Callable[[], Any], module_policy: ModulePolicy) -> Ca
 
 
 # ---------------------------------------------------------------------------
-# Dots
+# Layers
 # ---------------------------------------------------------------------------
 
 
-def _dot_fields(module: nn.Module, module_policy: ModulePolicy) -> dict[str, Any]:
-    """Returns the fields of a layer whose dot runs in FP8, or has a wider result."""
-    traits = module_policy.traits
-    assert traits.dot is not None
-    name = traits.dot.name
-    value, own = vars(module)[name], (_fp8_layers.LayerDot, _fp8_layers.LayerEinsum)
-    # A clone, such as `nn.remat` makes, has the dot of its original, but another state.
-    default = cast(Any, module).__dataclass_fields__[name].default
-    is_default = value is default or isinstance(value, own)
-    fields = dot_changes(
-        vars(module), traits, module_policy.resolved, promote_dtype, is_default=is_default
+def _layer_fields(module: nn.Module, module_policy: ModulePolicy) -> dict[str, Any]:
+    """Returns the fields by which a layer computes in other dtypes, in FP8, or with a wider dot."""
+    attributes, dot, is_default = vars(module), module_policy.traits.dot, False
+    if dot is not None:
+        value, own = attributes[dot.name], (_fp8_layers.LayerDot, _fp8_layers.LayerEinsum)
+        # A clone, such as `nn.remat` makes, has the dot of its original, but another state.
+        default = cast(Any, module).__dataclass_fields__[dot.name].default
+        is_default = value is default or isinstance(value, own)
+    attention = nn.dot_product_attention
+    fields = layer_changes(
+        attributes, module_policy, promote_dtype, attention, is_default=is_default
     )
-    if _fp8_layers.is_stateful(dot := fields.get(name)):
-        state = functools.partial(_fp8_layers.read_linen_state, weakref.ref(module), dot.scaling)
-        fields[name] = dataclasses.replace(dot, state=state)
+    if dot is not None and _fp8_layers.is_stateful(layer := fields.get(dot.name)):
+        state = functools.partial(_fp8_layers.read_linen_state, weakref.ref(module), layer.scaling)
+        fields[dot.name] = dataclasses.replace(layer, state=state)
     return fields
 
 

@@ -16,11 +16,10 @@ from flax import nnx
 from flax.nnx.nn.dtypes import promote_dtype
 
 from jaxmp import _core
-from jaxmp._attention._layer import attention_under_policy
 from jaxmp._core import DTypeLike, Path, PyTree, _compat
 from jaxmp._flax import _labels, _search
 from jaxmp._flax._casts import ModulePolicy, is_complex, keeps_dtype
-from jaxmp._flax._layer_table import dot_changes, is_flax
+from jaxmp._flax._layer_table import is_flax, layer_changes
 from jaxmp._flax._method_call import MethodCall, running
 from jaxmp._flax._nnx_cast_on_read import (
     ATTRIBUTE,
@@ -199,19 +198,9 @@ def unbind(module: nnx.Module) -> None:
 
 def _changes(module: nnx.Module, module_policy: ModulePolicy) -> dict[str, Any]:
     """Returns the attributes of a layer that its policy replaces."""
-    changes: dict[str, Any] = {}
-    attributes, traits = vars(module), module_policy.traits
-    if traits.dtype in attributes:
-        changes[traits.dtype] = module_policy.field_dtype
-    if traits.attention_fn in attributes:
-        current, default = attributes[traits.attention_fn], nnx.dot_product_attention
-        policy, path = module_policy.policy, module_policy.resolved.path
-        changes[traits.attention_fn] = attention_under_policy(current, default, policy, path)
-    if traits.dot is not None:
-        is_default = attributes.get(traits.dot.name) in (None, traits.dot.function)
-        resolved = module_policy.resolved
-        changes |= dot_changes(attributes, traits, resolved, promote_dtype, is_default=is_default)
-    return changes
+    attributes, dot, attention = vars(module), module_policy.traits.dot, nnx.dot_product_attention
+    is_default = dot is not None and attributes.get(dot.name) in (None, dot.function)
+    return layer_changes(attributes, module_policy, promote_dtype, attention, is_default=is_default)
 
 
 # ---------------------------------------------------------------------------
