@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import operator
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import numpy as np
@@ -54,6 +54,9 @@ def is_identity(equation: _compat.JaxprEqn) -> bool:
 # Analyses of a jaxpr
 # ---------------------------------------------------------------------------
 
+# Equation -> its category in the op table.
+Categories: TypeAlias = Callable[[_compat.JaxprEqn], str]
+
 
 class _MadeInFp32(_programs.Forward):
     """For each variable, True for an array that is FP32 because an FP32 operation computes it.
@@ -64,7 +67,7 @@ class _MadeInFp32(_programs.Forward):
 
     nothing = False
 
-    def __init__(self, category: Callable[[_compat.JaxprEqn], str]) -> None:
+    def __init__(self, category: Categories) -> None:
         super().__init__()
         self._category = category
         self.kinds: list[str] = []
@@ -96,7 +99,7 @@ class Consumers(_programs.Backward):
       category: equation -> its category in the op table.
     """
 
-    def __init__(self, jaxpr: _compat.Jaxpr, category: Callable[[_compat.JaxprEqn], str]) -> None:
+    def __init__(self, jaxpr: _compat.Jaxpr, category: Categories) -> None:
         made = _MadeInFp32(category)
         self._wide = made.frame(jaxpr, [False] * len(jaxpr.invars)).values
         self._kinds = made.kinds
@@ -140,12 +143,7 @@ class Environment:
       uses: variable -> its uses.
     """
 
-    def __init__(
-        self,
-        category: Callable[[_compat.JaxprEqn], str],
-        consumers: Consumers,
-        uses: Mapping[Any, int],
-    ) -> None:
+    def __init__(self, category: Categories, consumers: Consumers, uses: Mapping[Any, int]) -> None:
         self.casts: dict[tuple[int, Any], Any] = {}
         self.category, self.consumers, self._uses = category, consumers, uses
 

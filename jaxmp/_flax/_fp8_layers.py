@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable
-from typing import Any, TypeGuard
+from typing import Any, TypeAlias, TypeGuard
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +26,10 @@ from jaxmp.fp8._overwritten import OVERWRITE
 # ---------------------------------------------------------------------------
 
 
+# Function of two operands, as `lax.dot_general` with its other arguments.
+Product: TypeAlias = Callable[..., jax.Array]
+
+
 @dataclasses.dataclass(frozen=True)
 class _LayerFunction:
     """Replacement of the dot of a Flax layer. Hashable; ignores `path` and `state`."""
@@ -41,8 +45,8 @@ class _LayerFunction:
 
     def _multiply(
         self,
-        product: Callable[..., jax.Array],
-        in_fp8: Callable[..., jax.Array],
+        product: Product,
+        in_fp8: Product,
         operands: tuple[jax.Array, jax.Array],
         preferred: DTypeLike | None,
         sizes: tuple[int, int, str],
@@ -74,11 +78,7 @@ class _LayerFunction:
         return in_fp8(lhs, rhs, preferred_element_type=wide, state=self.state())
 
     def _plain(
-        self,
-        product: Callable[..., jax.Array],
-        lhs: jax.Array,
-        rhs: jax.Array,
-        preferred: DTypeLike | None,
+        self, product: Product, lhs: jax.Array, rhs: jax.Array, preferred: DTypeLike | None
     ) -> jax.Array:
         """Computes the dot without FP8."""
         if _keeps_kernel(lhs.dtype, rhs.dtype):
@@ -217,7 +217,7 @@ def read_linen_state(ref: Callable[[], Any], scaling: _scaling.Scaling) -> dict[
 
 
 @functools.cache
-def wide_operator(product: Callable[..., Any], wide: np.dtype) -> Callable[..., jax.Array]:
+def wide_operator(product: Callable[..., Any], wide: np.dtype) -> Product:
     """Returns `product` with results in `wide`; one object per dtype, so equal modules stay equal.
 
     Args:

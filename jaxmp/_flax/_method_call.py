@@ -41,6 +41,8 @@ class Boundary(enum.Enum):
     INNER_METHOD = enum.auto()  # the same, of which the caller or the author chooses the dtype
 
 
+# Positional and keyword arguments of a call.
+CallArguments: TypeAlias = tuple[tuple[PyTree, ...], dict[str, PyTree]]
 # Id of a cast array -> (the array, its original). Storing the array prevents the reuse of its id.
 Originals: TypeAlias = dict[int, tuple[Array, Array]]
 
@@ -137,9 +139,7 @@ class MethodCall:
         finally:
             stack.pop()
 
-    def _cast_inputs(
-        self, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]
-    ) -> tuple[tuple[PyTree, ...], dict[str, PyTree]]:
+    def _cast_inputs(self, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]) -> CallArguments:
         """Casts the arguments to the module's input dtype.
 
         The carries of recurrent modules, and arguments in `keep_inputs`, are not cast. Arguments
@@ -174,9 +174,7 @@ class MethodCall:
         cast_args = tuple(map(cast_argument, itertools.count(), args))
         return cast_args, {name: cast_argument(name, value) for name, value in kwargs.items()}
 
-    def _cast_beside_carry(
-        self, incoming: tuple[tuple[PyTree, ...], dict[str, PyTree]], out: PyTree
-    ) -> PyTree:
+    def _cast_beside_carry(self, incoming: CallArguments, out: PyTree) -> PyTree:
         """Casts results as `_cast_results` does, except the carry of a loop or recurrent module.
 
         A loop requires that its carry keeps its dtypes, and a recurrent state keeps its precision.
@@ -198,9 +196,7 @@ class MethodCall:
         option = kwargs.get("return_carry")
         return self.module.return_carry if option is None else option
 
-    def _cast_results(
-        self, incoming: tuple[tuple[PyTree, ...], dict[str, PyTree]], out: PyTree
-    ) -> PyTree:
+    def _cast_results(self, incoming: CallArguments, out: PyTree) -> PyTree:
         """Casts results of the method, which received `incoming` before any cast."""
         module_policy = self.module_policy
         if self.boundary is Boundary.OUTER:

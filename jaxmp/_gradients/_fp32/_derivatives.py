@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, TypeGuard
+from typing import Any, TypeAlias, TypeGuard
 
 import jax
 import jax.numpy as jnp
@@ -42,6 +42,9 @@ from jaxmp._gradients._fp32._values import (
     left,
     no_gradient,
 )
+
+# Layouts of arrays; None for one that is not a weight.
+Layouts: TypeAlias = list[WeightLayout | None]
 
 
 def run_matmul(equation: JaxprEqn, operands: list[Value]) -> list[Value]:
@@ -185,7 +188,7 @@ class _OwnDerivative:
     """
 
     equation: JaxprEqn
-    layouts: list[WeightLayout | None]
+    layouts: Layouts
     copies: list[int]
     is_weight: bool
 
@@ -243,7 +246,7 @@ class _OwnDerivative:
 
 
 def _gathered_vjp(
-    forward: Callable[..., list[Array]], *arrays: Array, layouts: list[WeightLayout | None]
+    forward: Callable[..., list[Array]], *arrays: Array, layouts: Layouts
 ) -> tuple[list[Array], PyTree]:
     """Returns `jax.vjp(forward, *arrays)`; weights are gathered where `forward` reads them.
 
@@ -266,9 +269,7 @@ def _gathered_vjp(
     return structure.unflatten(leaves)
 
 
-def _after_cotangents(
-    saved: list[Array], marks: list[WeightLayout | None], count: int
-) -> list[Array]:
+def _after_cotangents(saved: list[Array], marks: Layouts, count: int) -> list[Array]:
     """Makes weights depend on the cotangents, the last `count` arrays; see `run_matmul`."""
     first = len(saved) - count
     tied = [
@@ -282,9 +283,7 @@ def _after_cotangents(
     return [new.get(n, array) for n, array in enumerate(saved)]
 
 
-def _all_gathered(
-    closed: ClosedJaxpr, args: Sequence[Array], layouts: list[WeightLayout | None]
-) -> list[Array]:
+def _all_gathered(closed: ClosedJaxpr, args: Sequence[Array], layouts: Layouts) -> list[Array]:
     results, marks = run_gathered(closed, args, layouts)
     return list(map(gathered, results, marks))
 
