@@ -830,8 +830,8 @@ while loops: only the last iteration is recorded
 test_nonfinite.py::test_a_planted_fault_is_named_and_its_fix_removes_it
 
 a recomputation that runs again is merged with the forward pass
-- self.run(call.jaxpr, call.separated(args), place, state)
-+ self.run(call.jaxpr, args, place, state)
+- self.run(call.jaxpr, call.separated(args), start)
++ self.run(call.jaxpr, args, start)
 test_programs.py::test_running_a_construct_again_changes_nothing
 
 an unknown operation with a jaxpr is not reported

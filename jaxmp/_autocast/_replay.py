@@ -83,7 +83,8 @@ class Autocast(_programs.InPlace):
         jaxpr, _ = _compat.jaxpr_body(closed)
         named = self.config.output_dtype
         used = _programs.wide_results(jaxpr) if named is None else ()
-        outs = self.run(closed, [Value(arg, Priority.ARGUMENT) for arg in args], state=used)
+        values = [Value(arg, Priority.ARGUMENT) for arg in args]
+        outs = self.run(closed, values, _programs.Start(state=used))
         self.config.check_required(self.seen)
         named = [named] * (len(outs) - states) + [None] * states
         rows = zip(outs, [var.aval for var in jaxpr.outvars], named, strict=True)
@@ -96,25 +97,22 @@ class Autocast(_programs.InPlace):
         return literal_value(var)
 
     def run(
-        self,
-        jaxpr: AnyJaxpr,
-        args: Sequence[Value],
-        place: _programs.Place | None = None,
-        state: tuple[_programs.Use, ...] | None = None,
+        self, jaxpr: AnyJaxpr, args: Sequence[Value], start: _programs.Start = _programs.PROGRAM
     ) -> list[Value]:
         """Runs one jaxpr; its results may have other dtypes than the recorded ones.
 
         Args:
-          jaxpr, args, place: as in `Interpreter.run`.
-          state: the uses of its first results; the others have none.
+          jaxpr, args, start: as in `Interpreter.run`. The state is the uses of its first results;
+            the others have none.
         """
         body = _compat.jaxpr_body(jaxpr)[0]
         if id(body) not in self.consumers:
             self.consumers[id(body)] = body, Consumers(body, self.category)
-        state = (*(state or ()), *(_programs.Use.NONE,) * len(body.outvars))[: len(body.outvars)]
-        used = self.uses.facts(body, state, place)
+        uses: tuple[_programs.Use, ...] = start.state or ()
+        uses = (*uses, *(_programs.Use.NONE,) * len(body.outvars))[: len(body.outvars)]
+        used = self.uses.facts(body, uses, start)
         env = Environment(self.category, self.consumers[id(body)][1], used)
-        return super().run(jaxpr, args, place, env)
+        return super().run(jaxpr, args, start._replace(state=env))
 
     def equation(
         self, equation: JaxprEqn, operands: list[Value], frame: _programs.Frame
@@ -155,18 +153,19 @@ class Autocast(_programs.InPlace):
         if name == "custom_vjp_call":
             return self.run_as_written(equation, env, values, scope_path)
         used = self.uses.facts_of_results(
-            _programs.inners(equation)[-1], env.uses_of(equation), place
+            _programs.inners(equation)[-1], env.uses_of(equation), _programs.Start(place)
         )
+        start = _programs.Start(place, tuple(used))
         if name == "custom_vmap_call":
-            return self.custom_vmap(equation, values, place, tuple(used))
+            return self.custom_vmap(equation, values, start)
         if name != "custom_jvp_call":
-            return self.in_place(equation, values, env, place, tuple(used))
+            return self.in_place(equation, values, env, start)
         if self.config.scaling is not None:
             # Reverse mode transposes matmuls of the rule; those in FP8 have no transpose.
             scope_path = (*scope_path, _resolve.IN_CUSTOM_JVP)
         of_rule = _programs.Place((*scope_path, _resolve.IN_JVP_RULE), place.phase)
-        of_function = _programs.Place(scope_path, place.phase)
-        return self.custom_jvp(equation, values, of_function, tuple(used), of_rule)
+        start = start._replace(place=_programs.Place(scope_path, place.phase))
+        return self.custom_jvp(equation, values, start, of_rule)
 
     def run_equation(
         self, equation: JaxprEqn, values: list[Value], env: Environment, scope_path: _programs.Path
@@ -238,12 +237,13 @@ class Autocast(_programs.InPlace):
 
     # -- jaxprs inside equations ------------------------------------------------------------
 
-    def key(self, jaxpr: Jaxpr, place: _programs.Place, state: Any) -> Hashable:
+    def key(self, jaxpr: Jaxpr, start: _programs.Start) -> Hashable:
         """Returns the policies of scopes, and uses of results, for which a jaxpr is traced."""
         # `Explanation.fp8` lists each location of a call, and `.autocast` counts each call, so
         # they do not share retraced jaxprs.
+        place, uses = start
         call = object() if self.record is not None else place if self.lists_calls else None
-        return self.scope_policies(jaxpr, place.scopes), call, place.phase, state
+        return self.scope_policies(jaxpr, place.scopes), call, place.phase, uses
 
     def aval(self, var: Any, value: Value) -> ShapedArray:
         return with_dtype(var.aval, value)

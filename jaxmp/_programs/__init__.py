@@ -32,7 +32,9 @@ from jaxmp._programs._constructs import (
     call_of, cond_of, form_of, inners, is_unknown, loop_of, scan_of, sub_jaxprs, while_of,
 )
 from jaxmp._programs._in_place import InPlace
-from jaxmp._programs._interpreter import Entry, Frame, Interpreter, Place, vary_as_here
+from jaxmp._programs._interpreter import (
+    PROGRAM, Entry, Frame, Interpreter, Place, Start, vary_as_here,
+)
 from jaxmp._programs._jaxprs import (
     AUTOCAST, BACKWARD, FORWARD, QUANTIZE, RECOMPUTE, Atom, Equation, Path, Traced, array_aval,
     as_jax_array, equations, is_literal, module_paths_of, phase_of, record, scope_names, trace,

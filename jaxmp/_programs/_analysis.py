@@ -37,13 +37,14 @@ from typing import Any
 import jax.numpy as jnp
 
 from jaxmp._core import _compat
+from jaxmp._core._compat import AnyJaxpr, JaxprEqn
 from jaxmp._programs._constructs import Inner, inners
-from jaxmp._programs._interpreter import Frame, Interpreter, Place
+from jaxmp._programs._interpreter import PROGRAM, Frame, Interpreter, Place, Start
 from jaxmp._programs._jaxprs import BACKWARD, FORWARD, Atom, Equation, Path, equations, is_literal
 from jaxmp._programs._locations import FULL_PRECISION
 
 
-def primitives(jaxpr: _compat.AnyJaxpr) -> set[str]:
+def primitives(jaxpr: AnyJaxpr) -> set[str]:
     """Returns the names of all operations in a jaxpr at any depth."""
     return {equation.primitive.name for equation in equations(jaxpr)}
 
@@ -55,7 +56,7 @@ class Body:
       jaxpr: open or closed.
     """
 
-    def __init__(self, jaxpr: _compat.AnyJaxpr) -> None:
+    def __init__(self, jaxpr: AnyJaxpr) -> None:
         self.jaxpr = _compat.jaxpr_body(jaxpr)[0]
 
     @functools.cached_property
@@ -166,31 +167,29 @@ class Forward(Interpreter):
         """Returns the fact of one slice of an array that is scanned."""
         return fact
 
-    def context(self, equation: _compat.JaxprEqn) -> contextlib.AbstractContextManager[None]:
+    def context(self, equation: JaxprEqn) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
 
-    def bound(self, equation: _compat.JaxprEqn, operands: list[Any]) -> list[Any]:
+    def bound(self, equation: JaxprEqn, operands: list[Any]) -> list[Any]:
         return [self.nothing] * len(equation.outvars)
 
     def enter(
-        self, equation: _compat.JaxprEqn, operands: list[Any], frame: Frame, state: Any = None
+        self, equation: JaxprEqn, operands: list[Any], frame: Frame, state: Any = None
     ) -> list[Any]:
         """Returns the facts of the results of a construct; `nothing` for other equations."""
         known: dict[int, Any] = {}
         for inner in inners(equation):
-            facts = self._facts_inside(inner, operands, frame.place.of(equation), state)
+            facts = self._facts_inside(inner, operands, Start(frame.place.of(equation), state))
             for n, fact in enumerate(facts):
                 if inner.results[n] is not None:
                     known[n] = self.join(known[n], fact) if n in known else fact
         return [known.get(n, self.nothing) for n in range(len(equation.outvars))]
 
-    def _facts_inside(
-        self, inner: Inner, operands: list[Any], place: Place, state: Any
-    ) -> list[Any]:
+    def _facts_inside(self, inner: Inner, operands: list[Any], start: Start) -> list[Any]:
         args = [self.nothing if n is None else operands[n] for n in inner.indices]
         args[inner.carried.stop :] = map(self.row, args[inner.carried.stop :])
         while True:
-            results = self.run(inner.jaxpr, args, place, state)
+            results = self.run(inner.jaxpr, args, start)
             new = list(args)
             for n, argument in enumerate(inner.carried):
                 new[argument] = self.join(args[argument], results[n])
@@ -210,7 +209,7 @@ class Backward:
     # Fact of a variable that nothing reads.
     nothing: Any = None
 
-    def equation(self, equation: _compat.JaxprEqn, results: list[Any], frame: Frame) -> list[Any]:
+    def equation(self, equation: JaxprEqn, results: list[Any], frame: Frame) -> list[Any]:
         """Returns the facts of the operands of an equation."""
         return self.enter(equation, results, frame)
 
@@ -221,28 +220,18 @@ class Backward:
         """
         raise NotImplementedError
 
-    def run(
-        self,
-        jaxpr: _compat.AnyJaxpr,
-        results: Sequence[Any],
-        place: Place | None = None,
-        state: Any = None,
-    ) -> list[Any]:
+    def run(self, jaxpr: AnyJaxpr, results: Sequence[Any], start: Start = PROGRAM) -> list[Any]:
         """Returns the facts of the arguments of a jaxpr, for those of its results."""
-        facts = self.facts(jaxpr, results, place, state)
+        facts = self.facts(jaxpr, results, start)
         return [facts.get(var, self.nothing) for var in _compat.jaxpr_body(jaxpr)[0].invars]
 
     def facts(
-        self,
-        jaxpr: _compat.AnyJaxpr,
-        results: Sequence[Any],
-        place: Place | None = None,
-        state: Any = None,
+        self, jaxpr: AnyJaxpr, results: Sequence[Any], start: Start = PROGRAM
     ) -> dict[Any, Any]:
         """Returns variable -> fact for one jaxpr, without the jaxprs inside."""
         body, _ = _compat.jaxpr_body(jaxpr)
         facts: dict[Any, Any] = {}
-        frame = Frame(place or Place(), state, facts)
+        frame = Frame(*start, facts)
         self._add(facts, body.outvars, results)
         for frame.index, equation in reversed([*enumerate(body.eqns)]):
             known = [facts.get(var, self.nothing) for var in equation.outvars]
@@ -250,30 +239,28 @@ class Backward:
         return facts
 
     def enter(
-        self, equation: _compat.JaxprEqn, results: list[Any], frame: Frame, state: Any = None
+        self, equation: JaxprEqn, results: list[Any], frame: Frame, state: Any = None
     ) -> list[Any]:
         """Returns the facts of the operands of a construct; `nothing` for other equations."""
         operands = [self.nothing] * len(equation.invars)
         for inner in inners(equation):
-            facts = self._facts_inside(inner, results, frame.place.of(equation), state)
+            facts = self._facts_inside(inner, results, Start(frame.place.of(equation), state))
             for n, fact in zip(inner.indices, facts, strict=True):
                 if n is not None:
                     operands[n] = self._joined(operands[n], fact)
         return operands
 
-    def facts_of_results(
-        self, inner: Inner, results: Sequence[Any], place: Place, state: Any = None
-    ) -> list[Any]:
+    def facts_of_results(self, inner: Inner, results: Sequence[Any], start: Start) -> list[Any]:
         """Returns the facts of the results of a jaxpr inside, for those of its equation."""
-        return self._settled(inner, results, place, state)[0]
+        return self._settled(inner, results, start)[0]
 
     def _settled(
-        self, inner: Inner, results: Sequence[Any], place: Place, state: Any
+        self, inner: Inner, results: Sequence[Any], start: Start
     ) -> tuple[list[Any], list[Any]]:
         """Returns the facts of the results and arguments of a jaxpr inside."""
         known = [self.nothing if var is None else results[n] for n, var in enumerate(inner.results)]
         while True:
-            args = self.run(inner.jaxpr, known, place, state)
+            args = self.run(inner.jaxpr, known, start)
             new = list(known)
             for n, argument in enumerate(inner.carried):
                 new[n] = self._joined(known[n], args[argument])
@@ -281,10 +268,8 @@ class Backward:
                 return known, args
             known = new
 
-    def _facts_inside(
-        self, inner: Inner, results: list[Any], place: Place, state: Any
-    ) -> list[Any]:
-        known, args = self._settled(inner, results, place, state)
+    def _facts_inside(self, inner: Inner, results: list[Any], start: Start) -> list[Any]:
+        known, args = self._settled(inner, results, start)
         if inner.may_be_skipped:
             args[inner.carried.start : inner.carried.stop] = known[: len(inner.carried)]
         return args
@@ -308,7 +293,7 @@ class Backward:
 class ModuleOutputs:
     """Consumers in the forward pass, and outputs of modules, of one jaxpr."""
 
-    def __init__(self, jaxpr: _compat.AnyJaxpr, place: Place, used: Sequence[bool] | None) -> None:
+    def __init__(self, jaxpr: AnyJaxpr, place: Place, used: Sequence[bool] | None) -> None:
         body, _ = _compat.jaxpr_body(jaxpr)
         located = [(each, place.of(each)) for each in equations(body, inside=False)]
         self._forward = [(each, at.scopes) for each, at in located if at.phase == FORWARD]
@@ -343,7 +328,7 @@ class ModuleOutputs:
         return variables
 
 
-def used_inside(equation: _compat.JaxprEqn, used: list[bool]) -> list[bool]:
+def used_inside(equation: JaxprEqn, used: list[bool]) -> list[bool]:
     """Returns which results of the jaxpr of an equation are used, for those of the equation."""
     carried = sum(len(inner.carried) for inner in inners(equation))
     return [True] * carried + used[carried:]

@@ -19,7 +19,7 @@ from jaxmp._core import Array, PyTree, _compat
 from jaxmp._core._compat import AnyJaxpr, ClosedJaxpr, Jaxpr, JaxprEqn
 from jaxmp._programs import _constructs
 from jaxmp._programs._bind import bind
-from jaxmp._programs._interpreter import Interpreter, Place
+from jaxmp._programs._interpreter import Interpreter, Place, Start
 from jaxmp._programs._jaxprs import array_aval
 
 
@@ -32,9 +32,9 @@ class InPlace(Interpreter):
         # is not used again.
         self._traced: dict[Any, tuple[Any, Any, list[Any]]] = {}
 
-    def key(self, jaxpr: Jaxpr, place: Place, state: Any) -> Hashable:
+    def key(self, jaxpr: Jaxpr, start: Start) -> Hashable:
         """Returns all that determines how a jaxpr runs, beside the notes on its arguments."""
-        return place
+        return start.place
 
     def aval(self, var: Any, value: Any) -> ShapedArray:
         """Returns the type of an argument of a jaxpr that has a value."""
@@ -61,7 +61,7 @@ class InPlace(Interpreter):
         return value
 
     def in_place(
-        self, equation: JaxprEqn, operands: list[Any], outer: Any, place: Place, state: Any
+        self, equation: JaxprEqn, operands: list[Any], outer: Any, start: Start
     ) -> list[Any]:
         """Runs a call, loop, branch or `shard_map` in place.
 
@@ -69,16 +69,13 @@ class InPlace(Interpreter):
           equation: the equation.
           operands: its operands.
           outer: state of the client for the jaxpr that contains the equation.
-          place: location of the equation.
-          state: state of the client for the jaxprs; the test of a while loop has none.
+          start: location of the equation, and state of the client for the jaxprs; the test of a
+            while loop has none.
         """
-        form, operands, inside = (
-            _constructs.form_of(equation),
-            list(operands),
-            _constructs.inners(equation),
-        )
+        form, inside = _constructs.form_of(equation), _constructs.inners(equation)
+        operands = list(operands)
         if form is _constructs.Form.SHARDS:
-            return self._on_shards(equation, operands, place, state)
+            return self._on_shards(equation, operands, start)
         carried = {inner.indices[n] for inner in inside for n in inner.carried}
         for n in (n for n in carried if n is not None):
             operands[n] = self.as_carry(operands[n], equation.invars[n], outer)
@@ -88,20 +85,19 @@ class InPlace(Interpreter):
             args = [operands[n] for n in inner.indices if n is not None]
             # Results that must have their recorded types.
             fixed = len(inner.results) if form is _constructs.Form.BRANCH else len(inner.carried)
-            own = None if form is _constructs.Form.WHILE and inner is inside[0] else state
-            new[id(inner.recorded)], notes = self.retraced(inner.recorded, args, place, own, fixed)
+            is_test = form is _constructs.Form.WHILE and inner is inside[0]
+            own = start._replace(state=None) if is_test else start
+            new[id(inner.recorded)], notes = self.retraced(inner.recorded, args, own, fixed)
         arrays = list(map(self.array, operands))
         outs = bind(equation, arrays, **_constructs.parameters_with(equation, new))
         return list(map(self.noted, outs, notes))
 
-    def _on_shards(
-        self, equation: JaxprEqn, operands: list[Any], place: Place, state: Any
-    ) -> list[Any]:
+    def _on_shards(self, equation: JaxprEqn, operands: list[Any], start: Start) -> list[Any]:
         record, notes = _constructs.shard_map_of(equation), []
 
         def shard(*arrays: Array) -> tuple[Array, ...]:
             args = list(map(self.with_array, operands, arrays))
-            outs = self.run(record.jaxpr, args, place, state)
+            outs = self.run(record.jaxpr, args, start)
             notes[:] = map(self.note, outs)
             return tuple(map(self.array, outs))
 
@@ -109,15 +105,14 @@ class InPlace(Interpreter):
         return list(map(self.noted, outs, notes))
 
     def retraced(
-        self, jaxpr: AnyJaxpr, values: list[Any], place: Place, state: Any = None, fixed: int = 0
+        self, jaxpr: AnyJaxpr, values: list[Any], start: Start, fixed: int = 0
     ) -> tuple[Any, list[Any]]:
         """Traces a jaxpr again for other values of its arguments.
 
         Args:
           jaxpr: open or closed.
           values: those of its arguments.
-          place: location of the equation that contains it.
-          state: state of the client for the jaxpr.
+          start: location of the equation that contains it, and state of the client for it.
           fixed: number of its first results that keep their recorded types.
 
         Returns:
@@ -127,13 +122,13 @@ class InPlace(Interpreter):
         body, _ = _compat.jaxpr_body(jaxpr)
         avals = [self.aval(var, value) for var, value in zip(body.invars, values, strict=True)]
         notes = tuple(map(self.note, values))
-        key = id(jaxpr), tuple(map(str, avals)), notes, self.key(body, place, state), fixed
+        key = id(jaxpr), tuple(map(str, avals)), notes, self.key(body, start), fixed
         if key not in self._traced:
             results: list[Any] = []
 
             def run(*arrays: Array) -> list[Array]:
                 args = list(map(self.with_array, values, arrays))
-                outs = self.run(jaxpr, args, place, state)
+                outs = self.run(jaxpr, args, start)
                 results[:] = [None] * fixed + list(map(self.note, outs[fixed:]))
                 avals = [var.aval for var in body.outvars[:fixed]]
                 outs[:fixed] = map(self.as_result, outs[:fixed], avals)
@@ -144,17 +139,17 @@ class InPlace(Interpreter):
         return self._traced[key][1:]
 
     def custom_jvp(
-        self, equation: JaxprEqn, operands: list[Any], place: Place, state: Any, of_rule: Place
+        self, equation: JaxprEqn, operands: list[Any], start: Start, of_rule: Place
     ) -> list[Any]:
         """Runs a `custom_jvp` function and its rule, both for the current types of their operands.
 
         Args:
-          equation, operands, place, state: as in `in_place`. `run` receives the same state for the
+          equation, operands, start: as in `in_place`. `run` receives the same state for the
             rule, of which the tangents are further results.
           of_rule: location in which the rule runs.
         """
         function = _constructs.custom_jvp_of(equation)
-        jaxpr, notes = self.retraced(function.jaxpr, operands, place, state)
+        jaxpr, notes = self.retraced(function.jaxpr, operands, start)
         avals = [array_aval(var) for var in equation.invars]
         out_avals = [var.aval for var in _compat.jaxpr_body(jaxpr)[0].outvars]
         call = jax.custom_jvp(_compat.jaxpr_as_fun(jaxpr))
@@ -172,9 +167,8 @@ class InPlace(Interpreter):
                 self.noted(t, None) for t, zero in zip(tangents, zeros, strict=True) if not zero
             ]
             moving = [aval for aval, zero in zip(out_avals, zeros_out, strict=True) if not zero]
-            outs = map(
-                self.as_result, self.run(recorded, args, of_rule, state), [*out_avals, *moving]
-            )
+            results = self.run(recorded, args, start._replace(place=of_rule))
+            outs = map(self.as_result, results, [*out_avals, *moving])
             arrays = list(map(self.array, outs))
             rest = iter(arrays[len(out_avals) :])
             tangents_out = [
@@ -187,16 +181,14 @@ class InPlace(Interpreter):
         outs = call(*map(self.array, operands))
         return list(map(self.noted, outs, notes))
 
-    def custom_vmap(
-        self, equation: JaxprEqn, operands: list[Any], place: Place, state: Any
-    ) -> list[Any]:
+    def custom_vmap(self, equation: JaxprEqn, operands: list[Any], start: Start) -> list[Any]:
         """Runs a `custom_vmap` function and its rule, both for the current types of their operands.
 
         Args:
-          equation, operands, place, state: as in `in_place`.
+          equation, operands, start: as in `in_place`.
         """
         recorded, author_rule = _constructs.custom_vmap_of(equation)
-        jaxpr, notes = self.retraced(recorded, operands, place, state)
+        jaxpr, notes = self.retraced(recorded, operands, start)
         avals = [array_aval(var) for var in equation.invars]
         out_avals = [var.aval for var in _compat.jaxpr_body(jaxpr)[0].outvars]
 
@@ -214,7 +206,7 @@ class InPlace(Interpreter):
                 return out
 
             closed, out_shapes = jax.make_jaxpr(run, return_shape=True)(*shapes)
-            outs = self.run(closed, list(map(self.with_array, operands, arrays)), place, state)
+            outs = self.run(closed, list(map(self.with_array, operands, arrays)), start)
             outs = map(self.array, map(self.as_result, outs, out_avals))
             return jax.tree.unflatten(jax.tree.structure(out_shapes), outs), batched[0]
 

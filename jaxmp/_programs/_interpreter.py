@@ -36,6 +36,7 @@ from jax.sharding import PartitionSpec
 
 from jaxmp import _core
 from jaxmp._core import Array, PyTree, _compat
+from jaxmp._core._compat import AnyJaxpr, JaxprEqn
 from jaxmp._programs import _constructs
 from jaxmp._programs._bind import as_recorded, bind
 from jaxmp._programs._jaxprs import FORWARD, Path, is_literal, phase_of, scope_names
@@ -48,18 +49,32 @@ class Place(NamedTuple):
     scopes: Path = ()
     phase: str = FORWARD
 
-    def of(self, equation: _compat.JaxprEqn) -> Place:
+    def of(self, equation: JaxprEqn) -> Place:
         """Returns the location of an equation of a jaxpr at this location."""
         stack = str(equation.source_info.name_stack)
         return Place(self.scopes + scope_names(stack), phase_of(stack, self.phase))
+
+
+class Start(NamedTuple):
+    """What the run of a jaxpr starts with.
+
+    place: location of the equation that contains the jaxpr.
+    state: state of the client for the jaxpr.
+    """
+
+    place: Place = Place()
+    state: Any = None
+
+
+# That of a whole program.
+PROGRAM = Start()
 
 
 @dataclasses.dataclass
 class Frame:
     """Run of one jaxpr.
 
-    place: location of the equation that contains the jaxpr.
-    state: state of the client for the jaxpr.
+    place, state: as in `Start`.
     values: values of the variables so far.
     index: number of the current equation.
     """
@@ -137,39 +152,26 @@ class Interpreter:
 
     # -- the loop over equations -----------------------------------------------------------
 
-    def run(
-        self,
-        jaxpr: _compat.AnyJaxpr,
-        args: Sequence[Any],
-        place: Place | None = None,
-        state: Any = None,
-    ) -> list[Any]:
+    def run(self, jaxpr: AnyJaxpr, args: Sequence[Any], start: Start = PROGRAM) -> list[Any]:
         """Runs an open or closed jaxpr.
 
         Args:
           jaxpr: the jaxpr.
           args: values of its arguments.
-          place: location of the equation that contains it; None: it is the whole program.
-          state: state of the client for this jaxpr.
+          start: location of the equation that contains it, and state of the client for it.
         """
-        values = self.frame(jaxpr, args, place, state).values
+        values = self.frame(jaxpr, args, start).values
         outvars = _compat.jaxpr_body(jaxpr)[0].outvars
         return [self.literal(var) if is_literal(var) else values[var] for var in outvars]
 
-    def frame(
-        self,
-        jaxpr: _compat.AnyJaxpr,
-        args: Sequence[Any],
-        place: Place | None = None,
-        state: Any = None,
-    ) -> Frame:
+    def frame(self, jaxpr: AnyJaxpr, args: Sequence[Any], start: Start = PROGRAM) -> Frame:
         """Runs a jaxpr as `run` does, and returns the values of all its variables."""
         body, consts = _compat.jaxpr_body(jaxpr)
         # An analysis does not know the constants of an open jaxpr.
         consts = consts or (None,) * len(body.constvars)
         values: dict[Any, Any] = dict(zip(body.constvars, map(self.constant, consts), strict=True))
         values |= zip(body.invars, args, strict=True)
-        frame = Frame(place or Place(), state, values)
+        frame = Frame(*start, values)
         read = lambda var: self.literal(var) if is_literal(var) else values[var]
         for frame.index, equation in enumerate(body.eqns):
             operands = list(map(read, equation.invars))
@@ -178,21 +180,21 @@ class Interpreter:
             values |= zip(equation.outvars, results, strict=True)
         return frame
 
-    def context(self, equation: _compat.JaxprEqn) -> contextlib.AbstractContextManager[None]:
+    def context(self, equation: JaxprEqn) -> contextlib.AbstractContextManager[None]:
         """Returns the context in which an equation is run again: its scopes, source and mesh."""
         return as_recorded(equation)
 
-    def equation(self, equation: _compat.JaxprEqn, operands: list[Any], frame: Frame) -> list[Any]:
+    def equation(self, equation: JaxprEqn, operands: list[Any], frame: Frame) -> list[Any]:
         """Runs one equation."""
         return self.enter(equation, operands, frame)
 
-    def bound(self, equation: _compat.JaxprEqn, operands: list[Any]) -> list[Array]:
+    def bound(self, equation: JaxprEqn, operands: list[Any]) -> list[Array]:
         """Runs an equation as it was recorded."""
         out = bind(equation, list(map(self.array, operands)))
         return list(out) if isinstance(out, (list, tuple)) else [out]
 
     def enter(
-        self, equation: _compat.JaxprEqn, operands: list[Any], frame: Frame, state: Any = None
+        self, equation: JaxprEqn, operands: list[Any], frame: Frame, state: Any = None
     ) -> list[Any]:
         """Runs the jaxprs inside of an equation; other equations are run as recorded.
 
@@ -206,11 +208,11 @@ class Interpreter:
         is_call = form is _constructs.Form.DERIVATIVE and self.drops_derivatives
         rule = Interpreter._call if is_call else _RULES.get(form)
         if rule is not None:
-            return rule(self, equation, operands, frame.place.of(equation), state)
+            return rule(self, equation, operands, Start(frame.place.of(equation), state))
         self.check_known(equation)
         return self.bound(equation, operands)
 
-    def check_known(self, equation: _compat.JaxprEqn) -> None:
+    def check_known(self, equation: JaxprEqn) -> None:
         """Warns of an operation that contains a jaxpr, and is neither listed nor opaque."""
         name = equation.primitive.name
         if self.consequence and name not in self.unknown and _constructs.is_unknown(equation):
@@ -235,39 +237,33 @@ class Interpreter:
     def _add_joined(self, side: _Side) -> None:
         self._add(OrderedDict((key, self.joined(value)) for key, value in side.items()))
 
-    def _call(
-        self, equation: _compat.JaxprEqn, operands: list[Any], place: Place, state: Any
-    ) -> list[Any]:
+    def _call(self, equation: JaxprEqn, operands: list[Any], start: Start) -> list[Any]:
         """Runs the jaxpr of a call in place of the call."""
         args = self.entered(operands, Entry.CALL, operands)
-        return self.run(_constructs.call_of(equation).jaxpr, args, place, state)
+        return self.run(_constructs.call_of(equation).jaxpr, args, start)
 
-    def _remat(
-        self, equation: _compat.JaxprEqn, operands: list[Any], place: Place, state: Any
-    ) -> list[Any]:
+    def _remat(self, equation: JaxprEqn, operands: list[Any], start: Start) -> list[Any]:
         call = _constructs.call_of(equation)
         args = self.entered(operands, Entry.REMAT, operands)
         if call.is_recomputation:
-            results = self.run(call.jaxpr, call.separated(args), place, state)
+            results = self.run(call.jaxpr, call.separated(args), start)
             return self.left(results, operands)
 
         def recomputed(*args: Any) -> tuple[list[Any], _Side]:
-            run = lambda: self.left(self.run(call.jaxpr, args, place, state), operands)
+            run = lambda: self.left(self.run(call.jaxpr, args, start), operands)
             return self._inside(run)
 
         results, side = call.rematerialized(recomputed)(*args)
         self._add(side)
         return results
 
-    def _scan(
-        self, equation: _compat.JaxprEqn, operands: list[Any], place: Place, state: Any
-    ) -> list[Any]:
+    def _scan(self, equation: JaxprEqn, operands: list[Any], start: Start) -> list[Any]:
         loop = _constructs.scan_of(equation)
         consts, carry, rows = loop.split(operands)
         consts = self.entered(consts, Entry.CALL, operands)
 
         def body(carry: list[Any], rows: list[Any]) -> Any:
-            run = lambda: self.run(loop.jaxpr, [*consts, *carry, *rows], place, state)
+            run = lambda: self.run(loop.jaxpr, [*consts, *carry, *rows], start)
             results, side = self._inside(lambda: self.left(run(), operands))
             return results[: loop.carry], (results[loop.carry :], side)
 
@@ -277,20 +273,18 @@ class Interpreter:
         self._add_joined(side)
         return [*carry, *stacked]
 
-    def _while(
-        self, equation: _compat.JaxprEqn, operands: list[Any], place: Place, state: Any
-    ) -> list[Any]:
+    def _while(self, equation: JaxprEqn, operands: list[Any], start: Start) -> list[Any]:
         loop = _constructs.while_of(equation)
         of_test, of_body, carry = loop.split(operands)
         of_test, of_body = (self.entered(v, Entry.CALL, operands) for v in (of_test, of_body))
         carry = self.entered(carry, Entry.CARRY, operands)
 
         def test(values: list[Any]) -> Array:
-            run = lambda: self.run(loop.test, [*of_test, *values], place)
+            run = lambda: self.run(loop.test, [*of_test, *values], start._replace(state=None))
             return self.array(self._inside(run)[0][0])
 
         def body(*carry: Any) -> tuple[list[Any], _Side]:
-            run = lambda: self.run(loop.body, [*of_body, *carry], place, state)
+            run = lambda: self.run(loop.body, [*of_body, *carry], start)
             return self._inside(lambda: self.left(run(), operands))
 
         none, count = self._absent(body, carry), self.stacked_iterations
@@ -323,14 +317,12 @@ class Interpreter:
         (self._add_joined if count else self._add)(side)
         return results
 
-    def _cond(
-        self, equation: _compat.JaxprEqn, operands: list[Any], place: Place, state: Any
-    ) -> list[Any]:
+    def _cond(self, equation: JaxprEqn, operands: list[Any], start: Start) -> list[Any]:
         (index, *rest), cond = operands, _constructs.cond_of(equation)
         args = self.entered(rest, Entry.BRANCH, rest)
 
         def branch(jaxpr: Any) -> Callable[..., Any]:
-            run = lambda args: self.left(self.run(jaxpr, args, place, state), rest)
+            run = lambda args: self.left(self.run(jaxpr, args, start), rest)
             return lambda *args: self._inside(lambda: run(args))
 
         branches = list(map(branch, cond.branches))
@@ -353,9 +345,7 @@ class Interpreter:
         self._add(side)
         return results
 
-    def _shard_map(
-        self, equation: _compat.JaxprEqn, operands: list[Any], place: Place, state: Any
-    ) -> list[Any]:
+    def _shard_map(self, equation: JaxprEqn, operands: list[Any], start: Start) -> list[Any]:
         record = _constructs.shard_map_of(equation)
         args = self.entered(operands, Entry.SHARD, operands)
         specs = [
@@ -364,7 +354,7 @@ class Interpreter:
         ]
 
         def shard(*args: Any) -> tuple[tuple[Any, ...], _Side]:
-            results, side = self._inside(lambda: self.run(record.jaxpr, args, place, state))
+            results, side = self._inside(lambda: self.run(record.jaxpr, args, start))
             return tuple(map(self.array, results)), jax.tree.map(lambda x: x[None], side)
 
         axes = tuple(axis for axis in record.mesh.axis_names if axis in record.axis_names)
@@ -406,7 +396,7 @@ def vary_as_here(tree: PyTree) -> PyTree:
     )
 
 
-def warn_of_unknown(name: str, equation: _compat.JaxprEqn, consequence: str) -> None:
+def warn_of_unknown(name: str, equation: JaxprEqn, consequence: str) -> None:
     """Warns of an operation that contains a function, and that no module of jaxmp enters.
 
     Args:

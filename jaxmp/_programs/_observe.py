@@ -16,7 +16,7 @@ from jaxmp._core import Array, _compat
 from jaxmp._core._compat import AnyJaxpr, JaxprEqn
 from jaxmp._programs import _analysis, _jaxprs, _locations, _operations
 from jaxmp._programs._constructs import inners
-from jaxmp._programs._interpreter import Frame, Interpreter, Place
+from jaxmp._programs._interpreter import PROGRAM, Frame, Interpreter, Place, Start
 
 GRADIENTS, ACTIVATIONS, OPERANDS, SCALES = "gradients", "activations", "operands", "fp8_scales"
 DOTS = ("dot_general", "conv_general_dilated")
@@ -94,11 +94,9 @@ class Observer(Interpreter):
     # True for a client that reads only the outputs of modules.
     only_outputs = False
 
-    def run(
-        self, jaxpr: Any, args: Sequence[Any], place: Place | None = None, state: Any = None
-    ) -> list[Any]:
-        inside = _Inside(jaxpr, place or Place(), state or _Outer())
-        return super().run(jaxpr, args, place, inside)
+    def run(self, jaxpr: Any, args: Sequence[Any], start: Start = PROGRAM) -> list[Any]:
+        inside = _Inside(jaxpr, start.place, start.state or _Outer())
+        return super().run(jaxpr, args, start._replace(state=inside))
 
     def equation(self, equation: JaxprEqn, operands: list[Any], frame: Frame) -> list[Any]:
         inside, place, name = frame.state, frame.place.of(equation), equation.primitive.name

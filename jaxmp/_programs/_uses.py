@@ -19,7 +19,7 @@ from jaxmp._core._compat import AnyJaxpr, Jaxpr, JaxprEqn
 from jaxmp._programs._analysis import Backward
 from jaxmp._programs._constructs import CONSTRUCTS, OPAQUE_CALLS
 from jaxmp._programs._distances import distance_calls
-from jaxmp._programs._interpreter import Frame, Place
+from jaxmp._programs._interpreter import PROGRAM, Frame, Start
 from jaxmp._programs._jaxprs import BACKWARD, FORWARD, Equation, array_aval, is_literal, phase_of
 from jaxmp._programs._locations import call_stack
 from jaxmp._programs._matmuls import MATMULS, is_inner_product, is_outer_product, terms_of
@@ -173,11 +173,11 @@ class Uses(Backward):
         return first | second
 
     def facts(
-        self, jaxpr: AnyJaxpr, results: Sequence[Any], place: Place | None = None, state: Any = None
+        self, jaxpr: AnyJaxpr, results: Sequence[Any], start: Start = PROGRAM
     ) -> dict[Any, int]:
         """Returns variable -> uses for one jaxpr, without the jaxprs inside."""
-        body, place = _compat.jaxpr_body(jaxpr)[0], place or Place()
-        key = id(body), tuple(results), place.phase
+        body = _compat.jaxpr_body(jaxpr)[0]
+        key = id(body), tuple(results), start.place.phase
         is_first = self._of_gradients is None
         if self._of_gradients is None:
             self._of_gradients = dict.fromkeys(distance_calls(body), _DISTANCE)
@@ -189,7 +189,7 @@ class Uses(Backward):
                     operand, result = equation.invars[0], equation.outvars[0]
                     if operand.aval.size != result.aval.size:
                         self._broadcast.add(result)
-            facts = super().facts(body, results, place, state)
+            facts = super().facts(body, results, start)
             self.known[key] = body, facts
             self._mark_gradients([*self.known] if is_first else [key], is_first)
         return self.known[key][1]

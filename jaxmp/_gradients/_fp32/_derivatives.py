@@ -42,6 +42,7 @@ from jaxmp._gradients._fp32._values import (
     left,
     no_gradient,
 )
+from jaxmp._programs import Frame
 
 # Layouts of arrays; None for one that is not a weight.
 Layouts: TypeAlias = list[WeightLayout | None]
@@ -370,9 +371,7 @@ class _Wide(_programs.Interpreter):
         super().__init__()
         self.variables = variables
 
-    def equation(
-        self, equation: JaxprEqn, operands: list[Array], frame: _programs.Frame
-    ) -> list[Array]:
+    def equation(self, equation: JaxprEqn, operands: list[Array], frame: Frame) -> list[Array]:
         is_wide = not self.variables.isdisjoint(equation.outvars)
         is_matmul = equation.primitive.name in MATMULS
         run = (_wide_matmul if is_matmul else _in_fp32) if is_wide else _programs.bind
@@ -384,9 +383,7 @@ class _Wide(_programs.Interpreter):
 class _Inline(_programs.Interpreter):
     """Interpreter that replaces calls by the operations inside."""
 
-    def equation(
-        self, equation: JaxprEqn, operands: list[Array], frame: _programs.Frame
-    ) -> list[Array]:
+    def equation(self, equation: JaxprEqn, operands: list[Array], frame: Frame) -> list[Array]:
         if equation.primitive.name in _programs.CALLS:
             return self.enter(equation, operands, frame)
         return self.bound(equation, operands)

@@ -18,7 +18,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jaxmp import _core, _programs
 from jaxmp._core import Array, _compat
 from jaxmp._core._compat import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
-from jaxmp._programs import Frame, Interpreter, Place
+from jaxmp._programs import PROGRAM, Frame, Interpreter, Start
 
 # Axes over which each dimension of an array is split.
 _Entries: TypeAlias = tuple[Any, ...]
@@ -311,13 +311,11 @@ class _Gathering(Interpreter):
     def literal(self, var: Literal) -> _Marked:
         return var.val, _LOCAL
 
-    def run(
-        self, jaxpr: Any, args: Sequence[Any], place: Place | None = None, state: Any = None
-    ) -> list[_Marked]:
-        """Runs a jaxpr; `state` is None for the outermost one, whose results may be gathered."""
+    def run(self, jaxpr: Any, args: Sequence[Any], start: Start = PROGRAM) -> list[_Marked]:
+        """Runs a jaxpr; the outermost one, whose results may be gathered, has no state."""
         own = _Gathered()
-        results = super().run(jaxpr, args, place, own)
-        if state is not None:
+        results = super().run(jaxpr, args, start._replace(state=own))
+        if start.state is not None:
             return results
         pairs = zip(_compat.jaxpr_body(jaxpr)[0].outvars, results, strict=True)
         return [

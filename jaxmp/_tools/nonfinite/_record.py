@@ -20,7 +20,7 @@ from jax.extend.core import JaxprEqn
 
 from jaxmp import _core, _programs
 from jaxmp._core import _compat, is_float
-from jaxmp._programs import Atom, Frame, Interpreter, Place
+from jaxmp._programs import PROGRAM, Atom, Frame, Interpreter, Start
 
 ZERO, FINITE, INFINITE, NAN = -1, 0, 1, 2
 # Iterations of a while loop that are recorded: the first ones and the last.
@@ -120,16 +120,14 @@ class Recorder(Interpreter):
         self.regions: dict[Key, Region] = {}
         self.locations = _programs.Locations()
 
-    def run(
-        self, jaxpr: Any, args: Sequence[Any], place: Place | None = None, state: Any = None
-    ) -> list[Any]:
-        if state is None:  # the test of a while loop
-            return super().run(jaxpr, args, place, None)
+    def run(self, jaxpr: Any, args: Sequence[Any], start: Start = PROGRAM) -> list[Any]:
+        if start.state is None:  # the test of a while loop
+            return super().run(jaxpr, args, start)
         body, consts = _compat.jaxpr_body(jaxpr)
-        region = self._region(body, *state)
+        region = self._region(body, *start.state)
         pairs = zip((*body.constvars, *body.invars), (*consts, *args), strict=True)
         codes = {region.slots[var]: code_of(value) for var, value in pairs}
-        results = super().run(jaxpr, args, place, (region, codes))
+        results = super().run(jaxpr, args, start._replace(state=(region, codes)))
         row = [*(codes[n] for n in range(len(codes))), jnp.int8(1)]
         self.side[region.key] = lax.concatenate(
             [lax.reshape(code, (1,)) for code in _programs.vary_as_here(row)], 0
@@ -271,7 +269,7 @@ class Program:
     def __init__(self, recorder: Recorder, closed: Any, keys: Collection[Any] = ()) -> None:
         def run(arrays: list[Any]) -> dict[Any, Any]:
             recorder.side.clear()
-            recorder.run(closed, list(map(recorder.constant, arrays)), state=(None, 0))
+            recorder.run(closed, list(map(recorder.constant, arrays)), Start(state=(None, 0)))
             return {key: recorder.side[key] for key in keys or recorder.side}
 
         self.recorder = recorder

@@ -13,9 +13,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
+from jax.extend.core import ClosedJaxpr, JaxprEqn
 
 from jaxmp import _core, _programs
+from jaxmp._core._compat import AnyJaxpr
 from jaxmp._policies import _op_table
 from jaxmp._tools.audit import _trace
 from jaxmp._tools.stats import _measure, _report
@@ -324,15 +325,11 @@ class Emulation(_programs.Interpreter):
         return list(map(self.array, values)) if entry is _programs.Entry.CARRY else values
 
     def run(
-        self,
-        jaxpr: Jaxpr | ClosedJaxpr,
-        args: Sequence[Any],
-        place: _programs.Place | None = None,
-        state: Any = None,
+        self, jaxpr: AnyJaxpr, args: Sequence[Any], start: _programs.Start = _programs.PROGRAM
     ) -> list[Any]:
-        place = place or _programs.Place()
-        values = _as_values(args, place.phase == _programs.BACKWARD)
-        return super().run(jaxpr, values, place, _programs.ModuleOutputs(jaxpr, place, state))
+        values = _as_values(args, start.place.phase == _programs.BACKWARD)
+        outputs = _programs.ModuleOutputs(jaxpr, *start)
+        return super().run(jaxpr, values, start._replace(state=outputs))
 
     def equation(
         self, equation: JaxprEqn, operands: list[Any], frame: _programs.Frame

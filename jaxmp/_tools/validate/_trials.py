@@ -107,7 +107,7 @@ class RoundedLines(_programs.Interpreter):
         inputs = [f"{path!r} of the batch" if path else "the batch" for path in paths]
         labels = [*[""] * len(jax.tree.leaves(arrays)), *inputs]
         args = list(map(_programs.wide, jax.tree.leaves((arrays, batch))))
-        outs = self.run(self._closed, args, state=_Inside(labels=tuple(labels)))
+        outs = self.run(self._closed, args, _programs.Start(state=_Inside(labels=tuple(labels))))
         new, result = jax.tree.unflatten(jax.tree.structure(self._shape), outs)
         new = jax.tree.map(lambda x, like: jnp.asarray(x, like.dtype), new, self._shape[0])
         return new, result
@@ -118,17 +118,13 @@ class RoundedLines(_programs.Interpreter):
         return _programs.wide(array)
 
     def run(
-        self,
-        jaxpr: Any,
-        args: Sequence[Any],
-        place: _programs.Place | None = None,
-        state: _Inside | None = None,
+        self, jaxpr: Any, args: Sequence[Any], start: _programs.Start = _programs.PROGRAM
     ) -> list[Any]:
         """Runs one jaxpr; see `Interpreter.run`."""
-        state = state or _Inside()
+        state: _Inside = start.state or _Inside()
         pairs = zip(_compat.jaxpr_body(jaxpr)[0].invars, state.labels, strict=False)
         named = {var: label for var, label in pairs if label}
-        return super().run(jaxpr, args, place, state._replace(named=named))
+        return super().run(jaxpr, args, start._replace(state=state._replace(named=named)))
 
     def equation(
         self, equation: JaxprEqn, operands: list[Any], frame: _programs.Frame

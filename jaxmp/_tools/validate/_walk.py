@@ -33,6 +33,7 @@ from jax.extend.core import ClosedJaxpr, JaxprEqn
 
 from jaxmp import _core, _programs
 from jaxmp._core._compat import _exported
+from jaxmp._programs import Frame, Start
 from jaxmp._tools.report import _section
 
 # Index of the maker of an argument or a constant.
@@ -109,32 +110,30 @@ class _Walk(_programs.Interpreter):
     def literal(self, var: Any) -> _Value:
         return self.constant(jnp.asarray(var.val, var.aval.dtype))
 
-    def equation(
-        self, equation: JaxprEqn, operands: list[Any], frame: _programs.Frame
-    ) -> list[Any]:
+    def equation(self, equation: JaxprEqn, operands: list[Any], frame: Frame) -> list[Any]:
         form, name = _programs.form_of(equation), equation.primitive.name
         # The state of a run are the enclosing equations.
-        inside = frame.place.of(equation), (equation, *(frame.state or ()))
+        inside = Start(frame.place.of(equation), (equation, *(frame.state or ())))
         if form in (_programs.Form.CALL, _programs.Form.REMAT, _programs.Form.DERIVATIVE):
-            return self.run(_programs.call_of(equation).jaxpr, operands, *inside)
+            return self.run(_programs.call_of(equation).jaxpr, operands, inside)
         if form is _programs.Form.BRANCH:
             branches = _programs.cond_of(equation).branches
             index = min(max(int(operands[0].array), 0), len(branches) - 1)
-            return self.run(branches[index], operands[1:], *inside)
+            return self.run(branches[index], operands[1:], inside)
         if form is _programs.Form.SCAN:
-            return self._scanned(equation, operands, *inside)
+            return self._scanned(equation, operands, inside)
         if form is _programs.Form.WHILE:
             loop = _programs.while_of(equation)
             of_test, of_body, carry = loop.split(operands)
-            while bool(self.run(loop.test, [*of_test, *carry], *inside)[0].array):
-                carry = self.run(loop.body, [*of_body, *carry], *inside)
+            while bool(self.run(loop.test, [*of_test, *carry], inside)[0].array):
+                carry = self.run(loop.body, [*of_body, *carry], inside)
             return carry
         if name == "call_exported":
-            return self._exported(equation, operands, inside[0].scopes)
+            return self._exported(equation, operands, inside.place.scopes)
         self.check_known(equation)
         arrays = tuple(value.array for value in operands)
         makers = tuple(value.maker for value in operands)
-        line, values = self._lines.of(inside[1]), []
+        line, values = self._lines.of(inside.state), []
         for var, x in zip(
             equation.outvars, _programs.bind_in_fp32(equation, [*arrays]), strict=True
         ):
@@ -142,22 +141,20 @@ class _Walk(_programs.Interpreter):
             change = self._changes.get(len(self.records), Change())
             x = x if name in _programs.MOVES else in_stored_dtype(x, change.dtype or dtype)
             self.records.append(
-                ResultRecord(inside[0].scopes, name, dtype, line, makers, arrays, x)
+                ResultRecord(inside.place.scopes, name, dtype, line, makers, arrays, x)
             )
             x = x if change.value is None else change.value(x)
             values.append(_Value(x, len(self.records) - 1))
         return values
 
-    def _scanned(
-        self, equation: JaxprEqn, operands: list[Any], place: _programs.Place, state: Any
-    ) -> list[Any]:
+    def _scanned(self, equation: JaxprEqn, operands: list[Any], inside: Start) -> list[Any]:
         loop = _programs.scan_of(equation)
         consts, carry, rows = loop.split(operands)
         step = -1 if loop.options["reverse"] else 1
         stacked = []
         for n in range(loop.options["length"])[::step]:
             row = [_Value(x.array[n], x.maker) for x in rows]
-            results = self.run(loop.jaxpr, [*consts, *carry, *row], place, state)
+            results = self.run(loop.jaxpr, [*consts, *carry, *row], inside)
             carry = results[: loop.carry]
             stacked.append(results[loop.carry :])
         if not stacked:
