@@ -189,11 +189,8 @@ def reduce_sums(sums: Sums, options: Options) -> Sums:
     def reduce_leaf(gradient: Array) -> Array:
         return combine(_core.cast_floating(gradient, dtype), axes)
 
-    grads = tuple(
-        _overwritten.map_leaves(
-            reduce_leaf, lambda leaf: lax.pmax(_overwritten.to_float32(leaf), axes), tree
-        )
-        for tree in sums.grads
+    grads = _overwritten.map_leaves(
+        reduce_leaf, lambda leaf: lax.pmax(_overwritten.to_float32(leaf), axes), sums.grads
     )
     vary = lambda scalar: _compat.vary(scalar, axes)
     weight = None if sums.weight is None else lax.psum(vary(sums.weight), axes)
@@ -207,7 +204,7 @@ def mean_of_sums(sums: Sums) -> tuple[jax.Array, tuple[Any, ...]]:
         full = _core.cast_floating(gradient, _core.FLOAT32)
         return full if sums.weight is None else full / sums.weight.astype(full.dtype)
 
-    grads = tuple(_overwritten.map_leaves(mean_leaf, lambda x: x, tree) for tree in sums.grads)
+    grads = _overwritten.map_leaves(mean_leaf, lambda x: x, sums.grads)
     return (sums.loss if sums.weight is None else sums.loss / sums.weight), grads
 
 
@@ -316,13 +313,10 @@ def _join(part: list[Array], whole: PyTree) -> PyTree:
 
 
 def _zero_gradients(args: tuple[Any, ...], options: Options) -> tuple[Any, ...]:
-    return tuple(
-        _overwritten.map_leaves(
-            lambda leaf: _zero_gradient(jnp.asarray(leaf), options),
-            lambda leaf: _vary_like(jnp.full_like(leaf, -jnp.inf), leaf),
-            args[i],
-        )
-        for i in options.argnums
+    return _overwritten.map_leaves(
+        lambda leaf: _zero_gradient(jnp.asarray(leaf), options),
+        lambda leaf: _vary_like(jnp.full_like(leaf, -jnp.inf), leaf),
+        tuple(args[i] for i in options.argnums),
     )
 
 
@@ -341,14 +335,11 @@ def _zero_gradient(leaf: jax.Array, options: Options) -> jax.Array:
 
 
 def _add(total: tuple[Any, ...], new: tuple[Any, ...]) -> tuple[Any, ...]:
-    return tuple(
-        _overwritten.map_leaves(
-            lambda t, g: t + _core.cast(g, t.dtype),
-            lambda t, g: jnp.maximum(t, _overwritten.to_float32(g)),
-            old,
-            fresh,
-        )
-        for old, fresh in zip(total, new, strict=True)
+    return _overwritten.map_leaves(
+        lambda t, g: t + _core.cast(g, t.dtype),
+        lambda t, g: jnp.maximum(t, _overwritten.to_float32(g)),
+        total,
+        new,
     )
 
 

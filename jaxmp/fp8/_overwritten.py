@@ -96,14 +96,21 @@ def map_params(fn: Callable[[PyTree], PyTree], tree: PyTree) -> PyTree:
 
 
 def map_leaves(
-    of_params: Callable[..., Any], of_state: Callable[..., Any], tree: PyTree, *rest: PyTree
-) -> PyTree:
-    """Maps the leaves of parameters with one function, and those of state with another."""
-    parts = [split(each) for each in (tree, *rest)]
-    params = jax.tree.map(of_params, *(params for params, _ in parts))
-    if parts[0][1] is None:
-        return params
-    return join(params, jax.tree.map(of_state, *(state for _, state in parts)), tree)
+    of_params: Callable[..., Any], of_state: Callable[..., Any], *trees: tuple[PyTree, ...]
+) -> tuple[PyTree, ...]:
+    """Maps the leaves of parameters with one function, and those of state with another.
+
+    Args:
+      of_params: of one leaf of each group of trees.
+      of_state: of the same leaves in the state.
+      trees: groups of trees, which the functions receive side by side.
+    """
+
+    def map_one(*trees: PyTree) -> PyTree:
+        params, states = zip(*map(split, trees), strict=True)
+        return join(jax.tree.map(of_params, *params), jax.tree.map(of_state, *states), trees[0])
+
+    return tuple(map_one(*group) for group in zip(*trees, strict=True))
 
 
 def check_is_absent(params: PyTree) -> None:

@@ -79,7 +79,7 @@ def incremental_update(new: PyTree, old: PyTree, step_size: float | Array) -> Py
             "average = jaxmp.optim.fp32_copy(new)."
         )
     move = lambda leaf, average: _move(leaf, average, step_size)
-    return _overwritten.map_leaves(move, lambda leaf, _: leaf, new, old)
+    return _overwritten.map_leaves(move, lambda leaf, _: leaf, (new,), (old,))[0]
 
 
 def check_step_size(step_size: float | Array, argument: str) -> None:
