@@ -281,11 +281,9 @@ def widen_outputs(
     def widen(leaf: Any, dtype: Any) -> Any:
         leaf = _core.strongly_typed(leaf) if resolved.casts_output else leaf
         is_known = (leaf.shape, leaf.dtype) in known
-        return (
-            leaf
-            if is_known or _core.bits(leaf.dtype) >= _core.bits(dtype)
-            else _core.cast(leaf, dtype)
-        )
+        if is_known or _core.bits(leaf.dtype) >= _core.bits(dtype):
+            return leaf
+        return _core.cast(leaf, dtype)
 
     return cast_tree(out, resolved.output_dtype, is_leaf, widen)
 

@@ -389,11 +389,8 @@ def _same(first: PyTree, second: PyTree) -> bool:
 def vary_as_here(tree: PyTree) -> PyTree:
     """Casts to varying over the axes of a `shard_map`, so that all branches have one type."""
     mesh = jax.sharding.get_abstract_mesh()
-    return (
-        tree
-        if mesh.empty or _compat.is_in_unchecked_shard_map()
-        else _compat.vary(tree, mesh.manual_axes)
-    )
+    is_unchecked = mesh.empty or _compat.is_in_unchecked_shard_map()
+    return tree if is_unchecked else _compat.vary(tree, mesh.manual_axes)
 
 
 def warn_of_unknown(name: str, equation: JaxprEqn, consequence: str) -> None:

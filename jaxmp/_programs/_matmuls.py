@@ -6,7 +6,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +26,11 @@ MATMULS = (
 
 # Name of the functions of MX matmuls. Their operands are in FP8; an emulated one converts them.
 MX_MATMUL = "mx_multiply"
+
+
+_Shape: TypeAlias = Sequence[int]
+# FLOPs, widths and `contracts` of a `Matmul`.
+_Sizes: TypeAlias = tuple[int, dict[str, int], bool]
 
 
 class Matmul(NamedTuple):
@@ -79,9 +84,7 @@ def matmul_of(equation: Equation) -> Matmul:
     return Matmul(dtype or lhs.dtype, dtype or rhs.dtype, out.dtype, flops, widths, contracts)
 
 
-def _dot(
-    params: Mapping[str, Any], lhs: Sequence[int], rhs: Sequence[int], out: Sequence[int]
-) -> tuple[int, dict[str, int], bool]:
+def _dot(params: Mapping[str, Any], lhs: _Shape, rhs: _Shape, out: _Shape) -> _Sizes:
     (lhs_k, rhs_k), (lhs_b, rhs_b) = params["dimension_numbers"]
     roles_lhs = _roles(len(lhs), lhs_k, lhs_b, "M")
     roles_rhs = _roles(len(rhs), rhs_k, rhs_b, "N")
@@ -104,11 +107,11 @@ def _roles(rank: int, contracted: Sequence[int], batch: Sequence[int], free: str
     return ["K" if axis in contracted else "B" if axis in batch else free for axis in range(rank)]
 
 
-def _free(shape: Sequence[int], roles: list[str], role: str) -> int:
+def _free(shape: _Shape, roles: list[str], role: str) -> int:
     return math.prod(size for size, other in zip(shape, roles, strict=True) if other == role)
 
 
-def _trailing(shape: Sequence[int], roles: list[str]) -> int:
+def _trailing(shape: _Shape, roles: list[str]) -> int:
     """Returns the product of the innermost axes with the same role."""
     size = 1
     for length, role in zip(reversed(shape), reversed(roles), strict=True):
@@ -118,17 +121,13 @@ def _trailing(shape: Sequence[int], roles: list[str]) -> int:
     return size
 
 
-def _ragged(
-    params: Mapping[str, Any], lhs: Sequence[int], rhs: Sequence[int], out: Sequence[int]
-) -> tuple[int, dict[str, int], bool]:
+def _ragged(params: Mapping[str, Any], lhs: _Shape, rhs: _Shape, out: _Shape) -> _Sizes:
     dims = params["ragged_dot_dimension_numbers"].dot_dimension_numbers
     inner = math.prod(lhs[axis] for axis in dims[0][0])
     return 2 * math.prod(out) * inner, {"K": inner, "N": out[-1]}, True
 
 
-def _conv(
-    params: Mapping[str, Any], lhs: Sequence[int], rhs: Sequence[int], out: Sequence[int]
-) -> tuple[int, dict[str, int], bool]:
+def _conv(params: Mapping[str, Any], lhs: _Shape, rhs: _Shape, out: _Shape) -> _Sizes:
     numbers = params["dimension_numbers"]
     features_out, features_in, *window = numbers.rhs_spec
     taps = math.prod(rhs[axis] for axis in window) * rhs[features_in]
@@ -141,9 +140,7 @@ def _conv(
     return round(2 * math.prod(out) * taps), {} if grouped else widths, True
 
 
-def _scaled(
-    params: Mapping[str, Any], lhs: Sequence[int], rhs: Sequence[int], out: Sequence[int]
-) -> tuple[int, dict[str, int], bool]:
+def _scaled(params: Mapping[str, Any], lhs: _Shape, rhs: _Shape, out: _Shape) -> _Sizes:
     """Returns the sizes of [B, M, K] and [B, N, K], with scales per block along K."""
     del params
     return 2 * math.prod(out) * lhs[-1], {"K": lhs[-1], "N": rhs[-2]}, True

@@ -300,14 +300,9 @@ def _multiply(
     """
     if isinstance(lhs, MXOperand):
         # bfloat16 represents each FP8 value times its block scale; float16 does not.
-        narrow = all(each == jnp.bfloat16 for each in call.dtypes)
-        wide = (
-            jnp.bfloat16
-            if narrow
-            else _core.FLOAT64
-            if _core.FLOAT64 in call.dtypes
-            else _core.FLOAT32
-        )
+        wide: Any = _core.FLOAT64 if _core.FLOAT64 in call.dtypes else _core.FLOAT32
+        if all(each == jnp.bfloat16 for each in call.dtypes):
+            wide = jnp.bfloat16
         native = is_native(call.scaling)
         return mx_multiply(lhs, rhs, dims, dtype, native=native, wide=wide)
     dot = functools.partial(

@@ -43,11 +43,9 @@ def check_mx_device(scaling: MXScaling) -> None:
       CompositionError: with the GPU and its compute capability, or the type of the device.
     """
     target = _compat.target()
-    device = (
-        _core.unsupported_gpu(_core.MX_MATMULS)
-        if target in ("cpu", "gpu")
-        else f"a {target.upper()}"
-    )
+    device = f"a {target.upper()}"
+    if target in ("cpu", "gpu"):
+        device = _core.unsupported_gpu(_core.MX_MATMULS)
     if device and not scaling.emulate:
         first = _core.capability_text(_core.MX_MATMULS)
         raise CompositionError(

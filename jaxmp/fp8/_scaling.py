@@ -91,11 +91,9 @@ class Scaling:
           A pair of dtypes in the order of `GEMMS[gemm]`; None if the dot does not use FP8.
         """
         names = getattr(self, gemm)
-        return (
-            None
-            if names == HIGH
-            else (_core.canonical_dtype(names[0]), _core.canonical_dtype(names[1]))
-        )
+        if names == HIGH:
+            return None
+        return _core.canonical_dtype(names[0]), _core.canonical_dtype(names[1])
 
 
 def _bad(scaling: Scaling, name: str, allowed: str, example: str) -> RecipeError:

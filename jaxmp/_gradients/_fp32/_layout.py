@@ -83,11 +83,9 @@ class WeightLayout:
         stored, gathered = (
             _moved(equation, _entries(sharding, ndim)) for sharding in (self.stored, self.gathered)
         )
-        return (
-            None
-            if stored is None or gathered is None
-            else self._with(self.stored.mesh, stored, gathered)
-        )
+        if stored is None or gathered is None:
+            return None
+        return self._with(self.stored.mesh, stored, gathered)
 
     def unplaced(self) -> WeightLayout:
         """Returns the layout of an array whose sharding is unknown."""
