@@ -215,7 +215,7 @@ def intercept(
         text = f"A gradient of this call of {module.name!r} would run the {LATE}"
         _core.warn_user(text, repeats=False)
     under_policy = LinenCall(module, module_policy, method, keeps_dtype, is_function, lifted)
-    return under_policy.run(method_under_policy(under_policy, call), args, kwargs)
+    return under_policy.run(method_under_policy(under_policy, call), (args, kwargs))
 
 
 def _keeps_dtype(module: Any, module_policy: ModulePolicy, operands: PyTree) -> bool:

@@ -41,6 +41,8 @@ class Boundary(enum.Enum):
     INNER_METHOD = enum.auto()  # the same, of which the caller or the author chooses the dtype
 
 
+# A bound method of a module.
+Method: TypeAlias = Callable[..., PyTree]
 # Positional and keyword arguments of a call.
 CallArguments: TypeAlias = tuple[tuple[PyTree, ...], dict[str, PyTree]]
 # Id of a cast array -> (the array, its original). Storing the array prevents the reuse of its id.
@@ -103,17 +105,16 @@ class MethodCall:
 
     def run(
         self,
-        call: Callable[..., PyTree],
-        args: tuple[PyTree, ...],
-        kwargs: dict[str, PyTree],
+        call: Method,
+        incoming: CallArguments,
         scope: contextlib.AbstractContextManager[Any] | None = None,
     ) -> PyTree:
         """Calls the method with cast arguments, within `scope`, and casts its results."""
-        module_policy, incoming = self.module_policy, (args, kwargs)
+        module_policy, (args, kwargs) = self.module_policy, incoming
         if labeling := _labels.labeling():
             labeling.note_module(module_policy, self.method, is_forward=self.is_forward)
         if self.boundary is Boundary.OUTER:
-            args, kwargs = self._cast_inputs(args, kwargs)
+            args, kwargs = self._cast_inputs(incoming)
         with scope or contextlib.nullcontext(), self._running():
             try:
                 out = call(*args, **kwargs)
@@ -139,7 +140,7 @@ class MethodCall:
         finally:
             stack.pop()
 
-    def _cast_inputs(self, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]) -> CallArguments:
+    def _cast_inputs(self, incoming: CallArguments) -> CallArguments:
         """Casts the arguments to the module's input dtype.
 
         The carries of recurrent modules, and arguments in `keep_inputs`, are not cast. Arguments
@@ -149,9 +150,10 @@ class MethodCall:
         module_policy, is_leaf = self.module_policy, self.is_leaf
         method = module_policy.method(self.method)
         owner = _labels.label_owner(module_policy.resolved.path, self.method, _labels.ARGUMENT)
-        unrounded = _labels.unrounded(owner, (args, kwargs), is_leaf)
+        unrounded = _labels.unrounded(owner, incoming, is_leaf)
         if _labels.labeling():
-            args, kwargs = _labels.labeled(owner, (args, kwargs), is_leaf)
+            incoming = _labels.labeled(owner, incoming, is_leaf)
+        args, kwargs = incoming
         is_noted = _core.is_16bit(module_policy.input_dtype)
 
         def cast_leaf(leaf: Any, dtype: DTypeLike) -> Any:

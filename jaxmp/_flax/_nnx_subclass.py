@@ -20,7 +20,7 @@ from jaxmp._core import DTypeLike, Path, PyTree, _compat
 from jaxmp._flax import _labels, _search
 from jaxmp._flax._casts import ModulePolicy, is_complex, keeps_dtype
 from jaxmp._flax._layer_table import is_flax, layer_changes
-from jaxmp._flax._method_call import MethodCall, running
+from jaxmp._flax._method_call import CallArguments, Method, MethodCall, running
 from jaxmp._flax._nnx_cast_on_read import (
     ATTRIBUTE,
     Bound,
@@ -108,7 +108,7 @@ def _wrap_method(cls: type, name: str, inherited: Any) -> Callable[..., Any]:
         bound = bound_of(self)
         if bound is None:
             return call(*args, **kwargs)
-        return call_method(bound, self, name, call, args, kwargs)
+        return call_method(bound, self, name, call, (args, kwargs))
 
     return method
 
@@ -227,12 +227,7 @@ class NNXCall(MethodCall):
 
 
 def call_method(
-    bound: Bound,
-    module: nnx.Module,
-    name: str,
-    call: Callable[..., PyTree],
-    args: tuple[PyTree, ...],
-    kwargs: dict[str, PyTree],
+    bound: Bound, module: nnx.Module, name: str, call: Method, incoming: CallArguments
 ) -> PyTree:
     """Calls a method of a wrapped module under the policies of its model.
 
@@ -241,30 +236,30 @@ def call_method(
       module: the module.
       name: name of the method.
       call: the method, bound to the module.
-      args, kwargs: its arguments.
+      incoming: its arguments.
     """
     if bound.is_decision or NNXCall in map(type, running()):
-        return _call(bound, module, name, call, args, kwargs)
+        return _call(bound, module, name, call, incoming)
     # Before the model is searched: in that trace no warning is shown.
-    leaves = functools.partial(jax.tree.leaves, (args, kwargs), is_leaf=_is_opaque)
+    leaves = functools.partial(jax.tree.leaves, incoming, is_leaf=_is_opaque)
     inputs = lambda: (nnx.state(module, nnx.Param), [x for x in leaves() if not _is_opaque(x)])
     _device.check_training(bound.policies, inputs, bound.mark)
     key = bound.cls, bound.policies, bound.path
-    prepare = functools.partial(_separated, module, name, args, kwargs)
+    prepare = functools.partial(_separated, module, name, incoming)
     # An attribute may choose a head, as an argument does.
     own = [value for value in vars(module).values() if isinstance(value, (bool, int, str))]
-    operands, method = (args, kwargs, own), getattr(bound.cls, name)
+    operands, method = (*incoming, own), getattr(bound.cls, name)
     with _compat.context(decisions=bound.search.of_call(key, method, operands, prepare)):
-        out = _call(bound, module, name, call, args, kwargs)
+        out = _call(bound, module, name, call, incoming)
     bound.search.warn()
     return out
 
 
 def _separated(
-    module: nnx.Module, name: str, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]
+    module: nnx.Module, name: str, incoming: CallArguments
 ) -> tuple[Callable[[PyTree], PyTree], PyTree, PyTree]:
     """Returns a function that calls a method of a copy of a module, as `ModelSearch` requires."""
-    graph, state = nnx.split((module, *_search.copied_arguments((args, kwargs))))
+    graph, state = nnx.split((module, *_search.copied_arguments(incoming)))
 
     def call(state: PyTree) -> PyTree:
         module, args, kwargs = nnx.merge(graph, state)
@@ -274,12 +269,7 @@ def _separated(
 
 
 def _call(
-    bound: Bound,
-    module: nnx.Module,
-    name: str,
-    call: Callable[..., PyTree],
-    args: tuple[PyTree, ...],
-    kwargs: dict[str, PyTree],
+    bound: Bound, module: nnx.Module, name: str, call: Method, incoming: CallArguments
 ) -> PyTree:
     """Calls a method as `call_method` does, when the results of layers are known."""
     under_policy = NNXCall(module, bound.module_policy, name)
@@ -290,7 +280,7 @@ def _call(
             _warn_of_unwrapped(bound, attribute, value)
     if under_policy.at_boundary:
         is_decision = _labels.is_decision(bound.module_policy, name)
-        if _keeps_dtype(bound, under_policy, (args, kwargs)):
+        if _keeps_dtype(bound, under_policy, incoming):
             under_policy = dataclasses.replace(under_policy, keeps_dtype=True)
             call = functools.partial(_call_copy, _author_copy(bound, module), module, name)
         elif is_decision and not bound.is_decision:
@@ -298,15 +288,14 @@ def _call(
             vars(copy).update(_changes(copy, bound.decision.module_policy))
             vars(copy)[ATTRIBUTE] = bound.decision
             object.__setattr__(copy, "__class__", type(module))
+            args, kwargs = incoming
             return _call_copy(copy, module, name, *args, **kwargs)
         else:
             call = _replaced(bound, module, name, call)
-    return under_policy.run(call, args, kwargs, _scope(bound, under_policy))
+    return under_policy.run(call, incoming, _scope(bound, under_policy))
 
 
-def _write_as_stored(
-    module: Any, call: Callable[..., PyTree], *args: PyTree, **kwargs: PyTree
-) -> PyTree:
+def _write_as_stored(module: Any, call: Method, *args: PyTree, **kwargs: PyTree) -> PyTree:
     """Calls a wrapper that writes normalized weights to its layer, in the dtype that they have."""
     params = jax.tree.leaves(nnx.state(module.layer_instance, nnx.Param))
     field, kernel = module.dtype, max(params, key=np.ndim)
@@ -317,9 +306,7 @@ def _write_as_stored(
         object.__setattr__(module, "dtype", field)
 
 
-def _replaced(
-    bound: Bound, module: nnx.Module, name: str, call: Callable[..., PyTree]
-) -> Callable[..., PyTree]:
+def _replaced(bound: Bound, module: nnx.Module, name: str, call: Method) -> Method:
     """Returns the function that replaces `call`, a method of a Flax layer."""
     wide, traits = bound.module_policy.resolved.wide_output, bound.module_policy.traits
     if traits.upcasts_params and not traits.is_norm and hasattr(module, "layer_instance"):

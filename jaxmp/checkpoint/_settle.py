@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 
 from jaxmp.checkpoint import _description
+from jaxmp.checkpoint._description import Description, Masters
 from jaxmp.errors import CheckpointError
 from jaxmp.optim._roles import FP8, OPTIMIZER_FIELDS
 
@@ -13,7 +14,7 @@ from jaxmp.optim._roles import FP8, OPTIMIZER_FIELDS
 Declared = str | Mapping[str, str] | None
 
 
-def declare(description: _description.Description, params: Declared) -> _description.Description:
+def declare(description: Description, params: Declared) -> Description:
     """Returns a description with declared parameters.
 
     Raises:
@@ -44,9 +45,7 @@ def declare(description: _description.Description, params: Declared) -> _descrip
     return dataclasses.replace(description, masters=tuple(rows))
 
 
-def settle(
-    source: _description.Description, target: _description.Description
-) -> tuple[_description.Description, _description.Description]:
+def settle(source: Description, target: Description) -> tuple[Description, Description]:
     """Decides ties on one side by the other side, where the same optimizer has the same path.
 
     Raises:
@@ -78,8 +77,8 @@ def settle(
 
 
 def place_parameters(
-    source: _description.Description, target: _description.Description, params: Declared
-) -> tuple[str, _description.Description]:
+    source: Description, target: Description, params: Declared
+) -> tuple[str, Description]:
     """Returns the path of parameters in a checkpoint, and their description with their full paths.
 
     Raises:
@@ -115,13 +114,13 @@ def _below(root: str, name: str) -> str:
     return f"{root}/{name}".lstrip("/")
 
 
-def check_decided(row: _description.Masters) -> None:
+def check_decided(row: Masters) -> None:
     """Refuses masters of which it is not known to which parameters they belong."""
     if row.layout != "no" and len(row.candidates) > 1:
         refuse(row)
 
 
-def refuse(row: _description.Masters) -> None:
+def refuse(row: Masters) -> None:
     """Raises the error for masters with several candidates."""
     raise CheckpointError(
         "The checkpoint cannot be migrated: it is not known which of the leaves at "
@@ -133,9 +132,7 @@ def refuse(row: _description.Masters) -> None:
     )
 
 
-def _partner(
-    row: _description.Masters, others: list[_description.Masters], count: int
-) -> int | None:
+def _partner(row: Masters, others: list[Masters], count: int) -> int | None:
     """Returns the index of the masters of the same optimizer in the other description."""
     same = [i for i, other in enumerate(others) if _location(other) == _location(row)]
     if not same and count == len(others) == 1:
@@ -143,7 +140,7 @@ def _partner(
     return same[0] if len(same) == 1 else None
 
 
-def _location(row: _description.Masters) -> tuple[str, ...]:
+def _location(row: Masters) -> tuple[str, ...]:
     """Returns the path of an optimizer without the wrappers of jaxmp."""
     return tuple(name for name in row.path.split("/") if name != "inner_state")
 
