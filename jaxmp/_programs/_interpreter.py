@@ -56,7 +56,7 @@ class Place(NamedTuple):
 
 
 class Start(NamedTuple):
-    """What the run of a jaxpr starts with.
+    """Location and state with which the run of a jaxpr starts.
 
     place: location of the equation that contains the jaxpr.
     state: state of the client for the jaxpr.
