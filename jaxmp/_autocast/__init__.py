@@ -120,7 +120,7 @@ def autocast(
             arrays = interpreter.function(traced.closed, traced.arrays, writing.count)
         name = f"autocast({getattr(fn, '__name__', 'fn')}, ...)"
         if text := _explain.unused_text(name, record.rows) or interpreter.uncast_text(name):
-            _core.warn_user(text, repeats=False)
+            _core.warn_user(text)
         if interpreter.has_backward and not scaled:
             _device.check_inner_gradient(config.policies, mark)
         out, values = traced.results(arrays)

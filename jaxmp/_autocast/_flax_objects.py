@@ -78,8 +78,7 @@ class Writing:
             name = "/".join(map(str, path[1:]))
             _core.warn_user(
                 f"The function {text.format(name)} a Flax object, and autocast updates only arrays "
-                "that exist. Return the value, or write it before the call.",
-                repeats=False,
+                "that exist. Return the value, or write it before the call."
             )
         self.paths = [path for path, old in before.items() if after.get(path, old) is not old]
         values = [after[path] for path in self.paths]

@@ -121,7 +121,7 @@ def user_line() -> tuple[str, int]:
     return frame.f_code.co_filename, frame.f_lineno
 
 
-def warn_user(message: str, *, repeats: bool = True) -> None:
+def warn_user(message: str, *, repeats: bool = False) -> None:
     """Warns at the line of the user's call.
 
     Args:

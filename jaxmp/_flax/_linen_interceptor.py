@@ -161,8 +161,7 @@ def _check_mixins(cls: type, path: Path, module_policy: ModulePolicy) -> None:
                 f"Policies do not cast the arguments of {name!r} of {'/'.join(path)!r}, because "
                 f"{plain}, which is not a Flax module, defines it. Flax wraps what the class of "
                 f"the module names:\n    class {own}({plain}, nn.Module):\n"
-                f"        {name} = {plain}.{name}",
-                repeats=False,
+                f"        {name} = {plain}.{name}"
             )
 
 
@@ -213,7 +212,7 @@ def intercept(
     is_primal = lifted.startswith("custom_vjp(") and kwargs.get("needs_residual") is False
     if is_primal and any(_compat.trace_of(leaf) for leaf in jax.tree.leaves(args)):
         text = f"A gradient of this call of {module.name!r} would run the {LATE}"
-        _core.warn_user(text, repeats=False)
+        _core.warn_user(text)
     under_policy = LinenCall(module, module_policy, method, keeps_dtype, is_function, lifted)
     return under_policy.run(method_under_policy(under_policy, call), (args, kwargs))
 

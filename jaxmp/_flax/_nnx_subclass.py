@@ -328,8 +328,7 @@ def _warn_of_unwrapped(bound: Bound, name: str, value: PyTree) -> None:
             _core.warn_user(
                 f"The {type(leaf).__name__} in {path!r} was added after the model was wrapped, so "
                 "it computes in its author's dtypes. Wrap the model again: model = "
-                "recipe.wrap(model).",
-                repeats=False,
+                "recipe.wrap(model)."
             )
             return
 

@@ -114,7 +114,7 @@ class ModelSearch:
             self._is_told = True
             messages.append(self._failure)
         for message in messages:
-            _core.warn_user(message, repeats=False)
+            _core.warn_user(message)
 
     def reasons(self) -> dict[str, str]:
         """Returns path -> why the results of the layer are not rounded."""

@@ -400,8 +400,7 @@ def _scalar(value: PyTree, what: str) -> jax.Array:
     if _core.is_16bit(array.dtype):
         _core.warn_user(
             f"The loss function returned its loss in {array.dtype}, which rounds it. "
-            "Compute it in FP32: logits.astype(jnp.float32) before the loss.",
-            repeats=False,
+            "Compute it in FP32: logits.astype(jnp.float32) before the loss."
         )
     return array.astype(_core.FLOAT32)
 

@@ -129,12 +129,14 @@ def check_matmuls(loss: TracedLoss, backward: Any) -> None:
         _core.warn_user(
             f"The recipe of the optimizer computes in {mark.dtype}, but matmuls of the loss run in "
             "float64: recipes do not cast float64 arrays, which JAX and NumPy make by default if "
-            "jax_enable_x64 is on. Cast the inputs before the model: x = x.astype(jnp.float32)."
+            "jax_enable_x64 is on. Cast the inputs before the model: x = x.astype(jnp.float32).",
+            repeats=True,
         )
     elif dtypes and not mark.is_applied:
         _core.warn_user(
             f"The recipe of the optimizer computes in {mark.dtype}, but was not applied to a "
             "model or a function: all matmuls of the loss run in FP32. Apply it: model = "
             "recipe.wrap(model), which returns a new model, or loss_fn = jaxmp.autocast(loss_fn, "
-            "recipe)."
+            "recipe).",
+            repeats=True,
         )

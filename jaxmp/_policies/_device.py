@@ -81,7 +81,8 @@ def computes_in_16_bits(policies: Policies) -> bool:
 def _warn_of(dtype: str, device: str, recipe: str) -> None:
     _core.warn_user(
         f"The policies compute in {dtype}, but {device}. Use the other 16-bit format: recipe = "
-        f"jaxmp.load_recipe({recipe!r})."
+        f"jaxmp.load_recipe({recipe!r}).",
+        repeats=True,
     )
 
 

@@ -405,6 +405,5 @@ def warn_of_unknown(name: str, equation: JaxprEqn, consequence: str) -> None:
     where = f" at {file}:{line}" if file else ""
     _core.warn_user(
         f"jaxmp does not enter the operation {name!r} of JAX {jax.__version__}{where}, which "
-        f"contains a function. It runs as it was recorded: {consequence}.",
-        repeats=False,
+        f"contains a function. It runs as it was recorded: {consequence}."
     )

@@ -420,8 +420,7 @@ def _check_gradient(call: DotCall, *is_differentiated: Any) -> None:
             "'_overwrite_with_gradient': states}, as jaxmp.TrainState does, or the argument state "
             "of fp8.dot_general. In NNX, write "
             "jaxmp.nnx.value_and_grad(loss_fn)(model), or split the model with graph, params, "
-            "states, rest = nnx.split(model, nnx.Param, jaxmp.nnx.OverwriteWithGradient, ...).",
-            repeats=False,
+            "states, rest = nnx.split(model, nnx.Param, jaxmp.nnx.OverwriteWithGradient, ...)."
         )
 
 

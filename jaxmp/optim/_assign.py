@@ -167,8 +167,7 @@ def warn_of_replaced(pairs: Iterable[tuple[str, Array, Array]]) -> None:
             f"{paths[0]!r}{others} from the FP32 masters: values were replaced after the last "
             "step. The next step takes them as the masters; moments stay as they are. If only the "
             "parameters or only the optimizer state was restored, restore both. The masters are "
-            "jaxmp.get_master_params(state.opt_state).",
-            repeats=False,
+            "jaxmp.get_master_params(state.opt_state)."
         )
 
 
@@ -226,7 +225,8 @@ def warn_without_masters(params: PyTree, state: PyTree, policies: Policies | Non
         _core.warn_user(
             f"The recipe stores parameters in {halves[0]}, but the optimizer was not made with it: "
             "it neither casts them nor keeps FP32 masters, without which small updates are lost. "
-            "Make it with the recipe: tx = recipe.optimizer(tx)."
+            "Make it with the recipe: tx = recipe.optimizer(tx).",
+            repeats=True,
         )
 
 
@@ -259,8 +259,7 @@ def warn_of_wide(params: PyTree, state: PyTree, fix: str) -> None:
     _core.warn_user(
         f"{path!r}{others} stored in {leaf.dtype} ({size / 1e6:,.1f} MB), and the recipe stores "
         f"them in {dtype}. The optimizer casts only the parameters that it trains. If the others "
-        f"are frozen, cast them once before training: {fix}",
-        repeats=False,
+        f"are frozen, cast them once before training: {fix}"
     )
 
 

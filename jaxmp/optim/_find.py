@@ -289,7 +289,7 @@ def _check_outside(node: PyTree) -> None:
             "A transformation in front of the recipe's optimizer may hide overflows from it, as "
             "optax.clip does; optax.clip_by_global_norm does not."
         )
-        _core.warn_user(f"{message} {fix}", repeats=False)
+        _core.warn_user(f"{message} {fix}")
 
 
 def _keeps_or_hides(state: PyTree) -> bool:

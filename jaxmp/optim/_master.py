@@ -245,7 +245,8 @@ def _warn_of_few_values(params: list[Any], layout: Layout) -> None:
                 f"Parameter {layout.storage[index][0]!r} has {values} different values among "
                 f"{len(sample)} elements, as if it was initialized in {leaf.dtype}, and so have "
                 "its FP32 masters. Initialize in FP32, the default param_dtype of Flax's layers: "
-                "TrainState.create and recipe.cast_params cast parameters afterwards."
+                "TrainState.create and recipe.cast_params cast parameters afterwards.",
+                repeats=True,
             )
             return
 

@@ -130,8 +130,7 @@ def moment_dtype(
             more = f" and {len(unknown) - 3} others" if len(unknown) > 3 else ""
             _core.warn_user(
                 f"moment_dtype does not know the states {', '.join(unknown[:3])}{more} of this "
-                "optimizer. Their arrays stay in FP32.",
-                repeats=False,
+                "optimizer. Their arrays stay in FP32."
             )
         narrow = lambda leaf, _: leaf.astype(dtype) if leaf.dtype == _core.FLOAT32 else leaf
         return MomentState(jnp.zeros((), jnp.int32), _map_moments(narrow, state))

@@ -198,7 +198,7 @@ def _warn_of_replicated(
             arrays="\n".join(map("    {}: {}.".format, names_of_rows, rows)),
             code="\n".join(map("        {}: {},".format, names_of_rows, code)),
         )
-        _core.warn_user(text, repeats=False)
+        _core.warn_user(text)
 
 
 def _bytes(leaf: Any, sharding: NamedSharding) -> int:

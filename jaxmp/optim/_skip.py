@@ -252,7 +252,7 @@ def skip_nonfinite(
         if is_dynamic and not inside.is_checked:
             inside.is_checked = is_in_loss(params)
             if inside.is_checked:
-                _core.warn_user(_INSIDE_LOSS)
+                _core.warn_user(_INSIDE_LOSS, repeats=True)
         inner_state = agree_on_overflow(inner.init(params), _compat.bound_axes(axes))
         scale = (loss_scale or _loss_scale.NoLossScale()).fresh()
         scale = scale.with_leaves(_mark=_core.Mark(dtype))

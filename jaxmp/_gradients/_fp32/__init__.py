@@ -72,7 +72,7 @@ def with_fp32_gradients(
     except (jax.errors.JAXTypeError, jax.errors.JAXIndexError):
         if any(isinstance(leaf, Tracer) for leaf in leaves):
             raise
-        _core.warn_user(_READS_VALUES, repeats=False)
+        _core.warn_user(_READS_VALUES)
         return fn, inputs
     closed = traced.closed
     is_low = _computes_in_16_bits(closed)
