@@ -98,16 +98,6 @@ class DynamicLossScale(Scaling):
     """
 
     LEAVES = ("scale_value", "good_steps", "hysteresis_left", "growth_delay_left")
-    STATIC = (
-        "growth_factor",
-        "backoff_factor",
-        "growth_interval",
-        "min_scale",
-        "max_scale",
-        "hysteresis",
-        "hysteresis_refill",
-        "first_growth_delay",
-    )
 
     good_steps: jax.Array
     hysteresis_left: jax.Array
@@ -152,6 +142,9 @@ class DynamicLossScale(Scaling):
             hysteresis_left=new_leaf(self.hysteresis, jnp.int32),
             growth_delay_left=new_leaf(self.first_growth_delay, jnp.int32),
         )
+
+    # The settings, which are the arguments by keyword.
+    STATIC = tuple(__init__.__kwdefaults__ or ())
 
     @property
     def floor(self) -> float:
