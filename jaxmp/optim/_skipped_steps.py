@@ -130,10 +130,15 @@ def _skipped(node: SkipNonfiniteState, stats: SkipStats) -> str:
     )
 
 
+def _storage(node: SkipNonfiniteState) -> list[tuple[str, str]]:
+    """Returns the path and the storage dtype of each parameter of an optimizer."""
+    return [row for each in master_states(node.inner_state) for row in each.layout.storage]
+
+
 def _first_nonfinite(node: SkipNonfiniteState, stats: SkipStats) -> str:
     """Returns a sentence about the first non-finite gradient, with a leading space, or ""."""
     leaf = stats.nonfinite_leaf
-    paths = [row[0] for each in master_states(node.inner_state) for row in each.layout.storage]
+    paths = [path for path, _ in _storage(node)]
     if not 0 <= leaf < len(paths):
         return ""
     all_nan = "" if leaf else ", the first parameter: a non-finite loss makes all gradients NaN"
@@ -185,10 +190,7 @@ def _causes(loss_scale: _loss_scale.LossScale) -> tuple[str, ...]:
 
 
 def _master_overflow(node: SkipNonfiniteState, leaf: int) -> MasterOverflowError:
-    storage = [
-        (*row, state) for state in master_states(node.inner_state) for row in state.layout.storage
-    ]
-    path, dtype, _ = storage[leaf]
+    path, dtype = _storage(node)[leaf]
     consequence = "the step was skipped" if dtype == "f16" else "it was saturated"
     return MasterOverflowError(
         f"The FP32 master of {path!r} is too large for {dtype}, the dtype of the parameter, so "

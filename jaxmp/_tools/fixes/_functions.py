@@ -70,9 +70,7 @@ _TABLE: dict[str, dict[str, Function]] = {
         f"full {_LIKE}": Function((), dtype=2),
         "arange linspace eye identity logspace": Function((), dtype=-1),
     },
-    "jax.nn": {_JAX_NN: _ARRAY},
-    "flax.linen": {_JAX_NN: _ARRAY},
-    "flax.nnx": {_JAX_NN: _ARRAY},
+    **{module: {_JAX_NN: _ARRAY} for module in ("jax.nn", "flax.linen", "flax.nnx")},
     "jax.lax": {
         "exp exp2 expm1 log log1p logistic sqrt rsqrt cbrt square sin cos tan tanh sinh cosh"
         " integer_pow erf erfc erf_inv lgamma digamma cumsum cumprod cumlogsumexp reduce_sum"
