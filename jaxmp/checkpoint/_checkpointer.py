@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import os
 from collections.abc import Mapping
-from typing import Any, Literal, Self
+from typing import Any, Literal, NamedTuple, Self
 
 import jax
 import numpy as np
@@ -58,6 +58,14 @@ def initial_scale(recipe: _recipe.Recipe | None) -> dict[str, Any]:
 _LISTED = 5
 
 Migrate = bool | Literal["lossy"]
+
+
+class _Options(NamedTuple):
+    """Arguments of `Checkpointer.restore` that decide whether, and how, leaves are converted."""
+
+    wanted: _recipe.Recipe | None
+    migrate: Migrate
+    params: Declared
 
 
 class Checkpointer:
@@ -270,19 +278,19 @@ class Checkpointer:
         if only not in (None, "params") or (only and migrate):
             raise CheckpointError(f"only={only!r}. Allowed: None, and 'params' without migrate.")
         wanted = None if recipe is None else _recipe.load_recipe(recipe)
-        flat = flatten_state(state_like)
+        options, flat = _Options(wanted, migrate, params), flatten_state(state_like)
         if wanted is not None:
             check_made_with(flat.description, wanted, "state_like")
         step, directory = self._find(step)
         if not _manifest.has_manifest(directory):
-            return self._restore_foreign(flat, step, wanted, migrate, params, only)
+            return self._restore_foreign(flat, step, options, only)
         manifest = _manifest.read_manifest(directory)
         if verify:
             self._verify_files(directory, manifest)
         if only:
             plan = plan_parameters(manifest.description, flat.description, params)
         else:
-            plan = self._plan(flat.description, manifest, wanted, migrate, params)
+            plan = self._plan(flat.description, manifest, options)
         read = functools.partial(_read_leaves, directory)
         return flat.rebuild(_handler.make_leaves(plan, manifest.description, flat, read))
 
@@ -377,16 +385,9 @@ class Checkpointer:
             )
             raise CheckpointError(f"{error}{hint}") from None
 
-    def _plan(
-        self,
-        target: Description,
-        manifest: Manifest,
-        wanted: _recipe.Recipe | None,
-        migrate: Migrate,
-        params: Declared = None,
-    ) -> Plan:
+    def _plan(self, target: Description, manifest: Manifest, options: _Options) -> Plan:
         """Returns the plan of a restore, and prints the plan of a migration."""
-        source = manifest.description
+        (wanted, migrate, params), source = options, manifest.description
         rows = differences(source, target)
         if not rows and manifest.is_of(wanted):
             return plan_copy(source, target)
@@ -411,14 +412,9 @@ class Checkpointer:
         return plan
 
     def _restore_foreign(
-        self,
-        flat: FlatState,
-        step: int | None,
-        wanted: _recipe.Recipe | None,
-        migrate: Migrate,
-        params: Declared,
-        only: str | None,
+        self, flat: FlatState, step: int | None, options: _Options, only: str | None
     ) -> PyTree:
+        wanted, migrate, params = options
         location = _foreign.find_checkpoint(self._directory, step)
         if location is None:
             raise CheckpointError(
