@@ -848,10 +848,10 @@ test_programs.py::test_references_become_values
 test_audit.py::test_a_running_sum_in_a_scan
 test_nonfinite.py::test_values_are_followed_through_a_reference
 
-autocast leaves functions in FP32 under the upgrade flags of JAX
--     with _references.without_upgrades():
+flags of JAX hide functions from autocast
+-     with _references.with_default_flags():
 +     if True:
-test_programs.py::test_upgrade_flags_of_jax_do_not_hide_functions
+test_programs.py::test_flags_of_jax_do_not_change_what_is_traced
 
 references become values inside of functions with a derivative of their own
 -     return closed if are_inside else _references.discharged(closed)

@@ -92,7 +92,7 @@ def trace(fn: Callable[..., Any], args: PyTree, kwargs: Mapping[str, PyTree]) ->
 
 def record(fn: Callable[..., Any], *args: PyTree) -> tuple[_compat.ClosedJaxpr, PyTree]:
     """Returns the program of a function that an analysis can follow, and shapes of its results."""
-    with _references.without_upgrades():
+    with _references.with_default_flags():
         closed, shapes = jax.make_jaxpr(fn, return_shape=True)(*args)
     return _without_references(closed), shapes
 

@@ -1,4 +1,4 @@
-"""References to arrays, `jax.new_ref`, and equations that are objects, in traced programs."""
+"""References to arrays, `jax.new_ref`, in traced programs, and the flags of tracing."""
 
 from __future__ import annotations
 
@@ -11,21 +11,22 @@ from jaxmp._core._compat import load_private
 if TYPE_CHECKING:
     from jaxmp._core._compat import ClosedJaxpr
 
-# Flags of JAX 0.12, such as JAX_REMAT3=1, for what it calls the future of `jax.checkpoint` and of
-# custom derivatives. (It cannot differentiate the loops of JAX_SCAN3=1.)
+# Flags of JAX 0.12 for what it calls the future of `jax.checkpoint` and of custom derivatives. (It
+# cannot differentiate the loops of a fourth one, JAX_SCAN3=1.)
 _UPGRADES = ("remat3", "custom_jvp3", "custom_vjp3")
 
 
 @contextlib.contextmanager
-def without_upgrades() -> Iterator[None]:
-    """Traces `jax.checkpoint` and custom derivatives as JAX does by default.
+def with_default_flags() -> Iterator[None]:
+    """Traces calls, loops and functions with derivatives as JAX does by default.
 
-    With the flags, JAX records each of them as an object with rules of its own. Its values and
-    derivatives are equal, and no interpreter can change its dtypes.
+    With the upgrade flags, such as JAX_REMAT3=1, JAX records each of these functions as an object
+    with rules of its own, whose dtypes no interpreter can change; its values and derivatives are
+    equal. With JAX_DISABLE_JIT=1, it runs loops and calls in Python.
     """
     config = load_private("jax._src.config")
     with contextlib.ExitStack() as stack:
-        for name in _UPGRADES:
+        for name in ("disable_jit", *_UPGRADES):
             if hasattr(config, name):
                 stack.enter_context(getattr(config, name)(False))
         yield
