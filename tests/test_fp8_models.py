@@ -520,6 +520,7 @@ LINEARS = {
 }
 
 
+@functools.cache
 def compiled_gradients(framework, recipe, target):
     """Audits the compiled loss and gradients of the transformer."""
     tokens = jnp.zeros((8, 128), jnp.int32)
