@@ -28,7 +28,7 @@ from jaxmp._tools.audit import _compile
 from jaxmp._tools.audit._trace import trace
 from relaxed import relaxed
 from sources import line_of
-from train_lm import make_step, prepare_nnx
+from train_lm import make_step, prepare, prepare_nnx
 
 HERE = Path(__file__)
 BF16 = "p=f32,c=bf16,o=f32"
@@ -633,7 +633,9 @@ def test_state_that_is_not_donated_is_a_note():
 
 @needs_compiler
 def test_the_report_keeps_its_rows():
-    report = example("bf16")
+    state, step, _ = prepare("bf16", GPT(layers=1), relaxed(optax.adamw(1e-3)))
+    tokens = shape(16, 65, dtype=jnp.int32)
+    report = audit(step, state, tokens, recipe="bf16", target="h200")
     assert jaxmp.typing.AuditReport.from_json(report.to_json()) == report
     for text in (str(report), report.to_html()):
         assert "H200" in text and "cublas" in text and "bytes per parameter" in text

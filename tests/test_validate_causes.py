@@ -46,7 +46,8 @@ def verdicts(report):
 class Perceptron(nn.Module):
     @nn.compact
     def __call__(self, x):
-        return nn.Dense(4, name="out")(nn.tanh(nn.Dense(16, name="hidden")(x)))
+        hidden = nn.tanh(nn.Dense(16, use_bias=False, name="hidden")(x))
+        return nn.Dense(4, use_bias=False, name="out")(hidden)
 
 
 def squared_error(model, x):
