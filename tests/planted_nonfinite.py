@@ -4,9 +4,10 @@ The table was written before the first run of `jaxmp.locate_nonfinite`. Since th
 of arguments were changed to code, and the lines of three faults: JAX records the call of a
 custom_vjp function as the line of the operations in its rules, and the line of an overflow by a
 loss scale was left open. Two losses were made smaller, so that the gradients of the fixed programs
-do not overflow float16. Five faults are those of
-public issue threads, which their names cite. Each source defines `make`, which returns a step and
-its arguments. `text` is the line of the source that has the fault, without indentation.
+do not overflow float16, and the layers lost their biases, one of which had a poisoned moment. Five
+faults are those of public issue threads, which their names cite. Each source defines `make`, which
+returns a step and its arguments. `text` is the line of the source that has the fault, without
+indentation.
 """
 
 from __future__ import annotations
