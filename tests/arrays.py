@@ -11,8 +11,13 @@ def floats(*shape, seed=0):
 
 
 def normal(seed, *shape, dtype=jnp.float32):
-    """Returns normally distributed numbers, from JAX."""
-    return jax.random.normal(jax.random.key(seed), shape).astype(dtype)
+    """Returns the numbers of `jax.random.normal`, which JAX compiles for few shapes here.
+
+    An element depends on its position in the flat array, and not on the shape.
+    """
+    size = int(np.prod(shape))
+    numbers = jax.random.normal(jax.random.key(seed), (max(4096, 1 << size.bit_length()),))
+    return jnp.asarray(np.asarray(numbers)[:size].reshape(shape)).astype(dtype)
 
 
 def of_size(size, *shape):

@@ -39,17 +39,17 @@ if XLA_FLAGS not in os.environ.get("XLA_FLAGS", ""):
     os.environ["XLA_FLAGS"] = f"{XLA_FLAGS} {os.environ.get('XLA_FLAGS', '')}".strip()
 
 # The first process to read this file creates a cache of compiled programs, which the workers and
-# the scripts that tests start inherit, and removes it at its end.
+# the scripts that tests start inherit, and removes it at its end. The steps of `.ci/run` share one.
 CACHE = None
 if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
-    CACHE = tempfile.mkdtemp(prefix="jaxmp-tests-")
-    for name, value in {
-        "jax_compilation_cache_dir": CACHE,
-        "jax_persistent_cache_min_compile_time_secs": 0,
-        "jax_persistent_cache_min_entry_size_bytes": -1,
-    }.items():
-        os.environ[name.upper()] = str(value)
-        jax.config.update(name, value)
+    CACHE = os.environ["JAX_COMPILATION_CACHE_DIR"] = tempfile.mkdtemp(prefix="jaxmp-tests-")
+for name, value in {
+    "jax_compilation_cache_dir": os.environ["JAX_COMPILATION_CACHE_DIR"],
+    "jax_persistent_cache_min_compile_time_secs": 0,
+    "jax_persistent_cache_min_entry_size_bytes": -1,
+}.items():
+    os.environ[name.upper()] = str(value)
+    jax.config.update(name, value)
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")

@@ -3,13 +3,34 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from flax import nnx
 
 import gpt
 import jaxmp
+from relaxed import relaxed
+from train_lm import prepare, prepare_nnx
 
 FRAMEWORKS = ("linen", "nnx")
+
+
+def byte_gpt_step(framework, recipe, model, inner=None):
+    """Returns a train step of the byte-level GPT, and the shapes of its state, or NNX objects.
+
+    `inner` is the optimizer of optax; None for `optax.adamw(1e-3)`.
+    """
+    steps, tx = [], relaxed(optax.adamw(1e-3) if inner is None else inner)
+
+    def state():
+        make = prepare_nnx if framework == "nnx" else prepare
+        *state, step, _ = make(recipe, model, tx)
+        steps.append(step)
+        return state
+
+    # To compile the initialization takes longer than an audit.
+    shapes = nnx.eval_shape(state)
+    return steps[0], *shapes
 
 
 def initial_params(model):

@@ -18,6 +18,15 @@ class MLP(nn.Module):
         return nn.Dense(4, name="head")(x)
 
 
+class Perceptron(nn.Module):
+    """Model of few parameters, as most time of a validation is the compilation of its steps."""
+
+    @nn.compact
+    def __call__(self, x):
+        hidden = nn.tanh(nn.Dense(16, use_bias=False, name="hidden")(x))
+        return nn.Dense(4, use_bias=False, name="out")(hidden)
+
+
 class Outer(nn.Module):
     """Model that calls another one."""
 

@@ -38,9 +38,9 @@ from jaxmp._tools.audit._checks import CHECKS, Check
 from jaxmp._tools.audit._rows import Finding
 from jaxmp.errors import AuditError, AuditFailedError
 from jaxmp.typing import AuditReport
+from language_models import byte_gpt_step
 from relaxed import relaxed
 from sources import line_of
-from train_lm import prepare, prepare_nnx
 
 HERE = Path(__file__)
 BF16 = "p=f32,c=bf16,o=f32"
@@ -69,20 +69,9 @@ def assert_named(finding, module, text):
 
 
 @functools.cache
-def small_step(framework, recipe="bf16", **sizes):
-    """Returns a train step of the byte-level GPT and its arguments."""
-    model = SMALL.clone(**sizes)
-    tx = relaxed(optax.adamw(1e-3))
-    if framework == "nnx":
-        model, optimizer, step, _ = prepare_nnx(recipe, model, tx)
-        return step, (model, optimizer, TOKENS)
-    state, step, _ = prepare(recipe, model, tx)
-    return step, (state, TOKENS)
-
-
-def audit_small(framework, recipe="bf16", **sizes):
-    step, args = small_step(framework, recipe, **sizes)
-    return audit(step, *args, recipe=recipe)
+def audit_small(framework, recipe="bf16"):
+    """Returns the audit of a train step of the byte-level GPT."""
+    return audit(*byte_gpt_step(framework, recipe, SMALL), TOKENS, recipe=recipe)
 
 
 # ---------------------------------------------------------------------------
@@ -941,13 +930,9 @@ def test_optimizer_state_in_bf16():
 @pytest.mark.parametrize("framework", ["linen", "nnx"])
 @fast_cases("nnx")
 def test_optimizer_state_in_train_states(framework):
-    tx = relaxed(optax.adam(1e-3, mu_dtype=jnp.float16))
-    if framework == "nnx":
-        model, optimizer, step, _ = prepare_nnx("bf16", SMALL, tx)
-        args, parameters = (model, optimizer), nnx.state(model, nnx.Param)
-    else:
-        state, step, _ = prepare("bf16", SMALL, tx)
-        args, parameters = (state,), state.params
+    inner = optax.adam(1e-3, mu_dtype=jnp.float16)
+    step, *args = byte_gpt_step(framework, "bf16", SMALL, inner)
+    parameters = nnx.state(args[0], nnx.Param) if framework == "nnx" else args[0].params
     finding = the_only(audit(step, *args, TOKENS, recipe="bf16").errors, "optimizer_state_16bit")
     assert "mu" in finding.message
     assert finding.count == len(jax.tree.leaves(parameters))  # one moment of each
@@ -1612,21 +1597,15 @@ def test_rich_shows_the_report_and_obeys_nothing_in_it(faulty):
 
 @pytest.mark.slow
 def test_an_audit_takes_less_time_than_tracing_the_step():
-    steps = []
-
-    def init():
-        model = GPT(layers=48, width=64, heads=2, max_length=16)
-        state, step, _ = prepare("bf16", model, relaxed(optax.adamw(1e-3)))
-        steps.append(step)
-        return state
+    model = GPT(layers=48, width=64, heads=2, max_length=16)
+    step, state = byte_gpt_step("linen", "bf16", model)
 
     def seconds(work):
         start = time.process_time()
         result = work()
         return time.process_time() - start, result
 
-    state = jax.eval_shape(init)  # a compilation would take a minute
-    traced, closed = seconds(lambda: jax.make_jaxpr(steps[0])(state, TOKENS))
+    traced, closed = seconds(lambda: jax.make_jaxpr(step)(state, TOKENS))
     run = jaxpr_as_fun(closed)  # tracing it again takes almost no time
     leaves = jax.tree.leaves((state, TOKENS))
     audits = [

@@ -12,7 +12,6 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
@@ -26,9 +25,8 @@ from jaxmp import audit
 from jaxmp._core._targets import get_target, targets
 from jaxmp._tools.audit import _compile
 from jaxmp._tools.audit._trace import trace
-from relaxed import relaxed
+from language_models import byte_gpt_step
 from sources import line_of
-from train_lm import make_step, prepare_nnx
 
 HERE = Path(__file__)
 BF16 = "p=f32,c=bf16,o=f32"
@@ -44,9 +42,9 @@ def operands(report):
 
 
 @functools.cache
-def example(recipe):
-    with jax.numpy_dtype_promotion("standard"):  # optax.adamw
-        return audit(*make_step(recipe), recipe=recipe, target="h200")
+def example():
+    step = byte_gpt_step("linen", "bf16", GPT())
+    return audit(*step, shape(16, 65, dtype=jnp.int32), recipe="bf16", target="h200")
 
 
 # ---------------------------------------------------------------------------
@@ -60,7 +58,7 @@ SMALL_BATCH = jax.ShapeDtypeStruct((4, 17), jnp.int32)
 @needs_compiler
 @EXPENSIVE
 def test_the_example_runs_in_bf16_and_says_where_each_matmul_comes_from():
-    report = example("bf16")
+    report = example()
     assert report.ok and report.gpu == "NVIDIA H200 141GB HBM3e (no such GPU on this machine)"
     assert operands(report) == {("bfloat16", "bfloat16")}
     # The compiled matmuls have as many FLOPs as the traced ones.
@@ -86,8 +84,9 @@ def test_the_example_runs_in_bf16_and_says_where_each_matmul_comes_from():
 @needs_compiler
 @EXPENSIVE
 def test_the_update_of_the_example_moves_what_it_must():
-    memory = example("bf16").memory
-    parameters = sum(leaf.size for leaf in jax.tree.leaves(make_step("bf16")[1].params))
+    memory = example().memory
+    _, state = byte_gpt_step("linen", "bf16", GPT())
+    parameters = sum(leaf.size for leaf in jax.tree.leaves(state.params))
     assert memory.parameters == parameters
     # Reads and writes of FP32 parameters and two moments, 24 bytes, and an FP32 gradient.
     assert 27.5 <= memory.update_floor / parameters <= 28.5
@@ -133,8 +132,8 @@ def test_each_gpu_multiplies_in_its_own_formats(target):
 @needs_compiler
 @EXPENSIVE
 def test_nnx_steps():
-    model, optimizer, step, _ = prepare_nnx("bf16", SMALL, relaxed(optax.adamw(1e-3)))
-    report = audit(step, model, optimizer, SMALL_BATCH, recipe="bf16", target="h200")
+    step = byte_gpt_step("nnx", "bf16", SMALL)
+    report = audit(*step, SMALL_BATCH, recipe="bf16", target="h200")
     assert operands(report) == {("bfloat16", "bfloat16")}
     assert "block_0/mlp_up" in {row.module for row in report.gemms}
     # The step updates model and optimizer and returns only the loss. The backward pass is included.
@@ -633,7 +632,8 @@ def test_state_that_is_not_donated_is_a_note():
 
 @needs_compiler
 def test_the_report_keeps_its_rows():
-    report = example("bf16")
+    step = byte_gpt_step("linen", "bf16", GPT(layers=1))
+    report = audit(*step, shape(16, 65, dtype=jnp.int32), recipe="bf16", target="h200")
     assert jaxmp.typing.AuditReport.from_json(report.to_json()) == report
     for text in (str(report), report.to_html()):
         assert "H200" in text and "cublas" in text and "bytes per parameter" in text

@@ -16,9 +16,9 @@ from byte_gpt import GPT
 from findings import the_only
 from grids import EXPENSIVE
 from jaxmp import audit
+from language_models import byte_gpt_step
 from programs import with_own_gradient
 from relaxed import relaxed
-from train_lm import prepare, prepare_nnx
 
 BF16 = jnp.bfloat16
 X = jax.ShapeDtypeStruct((8, 16, 64), BF16)
@@ -49,18 +49,11 @@ def matmul(x, w):
 )
 def test_a_wrapped_model_is_ok_at_a_length_that_attends_block_by_block(framework, recipe):
     model = GPT(layers=1, width=32, heads=2, max_length=1024)
-    tokens = jax.ShapeDtypeStruct((4, 1025), jnp.int32)
-    tx = relaxed(optax.adamw(1e-3))
-    if framework == "nnx":
-        module, optimizer, step, _ = prepare_nnx(recipe, model, tx)
-        args = module, optimizer, tokens
-    else:
-        state, step, _ = prepare(recipe, model, tx)
-        args = state, tokens
-    report = audit(step, *args, recipe=recipe)
+    args = *byte_gpt_step(framework, recipe, model), jax.ShapeDtypeStruct((4, 1025), jnp.int32)
+    report = audit(*args, recipe=recipe)
     assert report.ok, str(report)
     assert recipe == "tf32" or report.low_precision_share == 1
-    assert audit(step, *args).ok
+    assert audit(*args).ok
 
 
 @pytest.mark.parametrize("implementation", ["xla", "blockwise"])

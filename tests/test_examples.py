@@ -11,6 +11,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 import typer
 from flax import nnx
@@ -38,6 +39,7 @@ import vision_digits
 from grids import EXPENSIVE, REST, fast_cases
 from jaxmp._tools import cli
 from processes import run_script
+from training_steps import new_state
 from vision_digits import Digits, handwritten_digits, shuffled_batches
 
 ROOT = Path(__file__).parents[1]
@@ -315,13 +317,10 @@ def tiny_parameters():
 
 @pytest.mark.parametrize("factor", [1.006, 0.994, float("nan")])
 def test_demo_fails_outside_its_budget(factor, tmp_path, monkeypatch):
-    run = tiny_run("fp32")
-
-    def pretend(recipe, **_):
-        last = demo.final_loss(run) * (factor if recipe == "fp16" else 1.0)
-        return dataclasses.replace(run, held_out_losses={1: last})
-
-    monkeypatch.setattr(demo, "train", pretend)
+    state = new_state({"w": jnp.ones(2)}, "fp32", optax.adam(1e-3))
+    loss = lambda recipe: {1: factor if recipe == "fp16" else 1.0}
+    run = lambda recipe, **_: train_lm.Run(state, None, {1: 1.0}, loss(recipe))
+    monkeypatch.setattr(demo, "train", run)
     with pytest.raises(typer.Exit):
         demo.main(out=tmp_path, **TINY)
 

@@ -37,6 +37,7 @@ from jaxmp._tools.validate._rows import GradientRow, MetricChoice, TrainingRecor
 from jaxmp._tools.validate._validate import make_model_runs
 from jaxmp.errors import ValidationError, ValidationFailedError
 from jaxmp.typing import ValidationReport
+from models_linen import Perceptron
 from training_steps import new_state
 
 STEPS = 20
@@ -55,12 +56,6 @@ HELD_OUT = [*data(99, 2)]
 
 def squared_error(model, x):
     return jnp.mean((model(x) - jnp.sin(x[..., :4])) ** 2)
-
-
-class Perceptron(nn.Module):
-    @nn.compact
-    def __call__(self, x):
-        return nn.Dense(4, name="out")(nn.tanh(nn.Dense(16, name="hidden")(x)))
 
 
 class NnxPerceptron(nnx.Module):
@@ -822,7 +817,7 @@ def with_bf16_params(run):
         ("step", with_metrics(jnp.ones(3)), r"step returned the metric 'loss' of shape \(3,\)"),
         ("step", with_metrics({"grads": 1}), r"the metrics \['grads'\] without 'loss'"),
         ("step", with_metrics({"loss": 1.0, "grads": {"x": jnp.ones(3)}}), "gradients that the"),
-        ("step", with_bf16_params, r"hidden/bias': bfloat16\[16\] instead of float32\[16\]"),
+        ("step", with_bf16_params, r"hidden/kernel': bfloat16\[8,16\] instead of float32\[8,16\]"),
         ("step", lambda run: lambda state, x: ({}, 1.0), "the type: dict instead of TrainState"),
         ("batches", lambda run: None, "batches are of type NoneType"),
         ("batches", lambda run: iter([]), "returned no batches. Make a new list"),

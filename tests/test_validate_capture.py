@@ -12,7 +12,8 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from grids import EXPENSIVE
 from jaxmp._tools.validate._probe import with_outputs
-from test_validate import Perceptron, data
+from models_linen import Perceptron
+from test_validate import data
 
 # The defaults of JAX, as users of Flax and optax have them.
 pytestmark = pytest.mark.usefixtures("standard_promotion", "rank_promotion")

@@ -13,6 +13,7 @@ from flax.training import train_state as flax_train_state
 
 import jaxmp
 from grids import EXPENSIVE
+from models_linen import Perceptron
 from training_steps import new_state
 
 # The defaults of JAX, as users of Flax and optax have them.
@@ -41,12 +42,6 @@ def line_of(code):
 
 def verdicts(report):
     return {candidate.name: candidate.verdict for candidate in report.candidates}
-
-
-class Perceptron(nn.Module):
-    @nn.compact
-    def __call__(self, x):
-        return nn.Dense(4, name="out")(nn.tanh(nn.Dense(16, name="hidden")(x)))
 
 
 def squared_error(model, x):
