@@ -141,10 +141,15 @@ autocast loses what a function writes to Flax objects
 test_nnx_gradients.py::test_autocast_writes_to_flax_objects_in_the_dtypes_of_the_function
 """,
     "jaxmp/_autocast/_decide.py": r"""
-products of solutions are rounded
--         if not why and all(value.is_solved for value in values[:2]):
-+         if not why and not values:
-test_autocast_linalg.py::test_a_product_of_solutions_is_fp32
+products with solutions are rounded
+- if any(value.is_solved for value in values[:2]):
++ if all(value.is_solved for value in values[:2]):
+test_autocast_linalg.py::test_a_product_with_a_solution_is_fp32
+
+products of data and solutions promote what follows
+- Decision(None, Priority.NARROW, why, as_recorded=True)
++ Decision(None, Priority.COMPUTED, why, as_recorded=True)
+test_autocast_linalg.py::test_what_follows_a_product_with_a_solution_runs_in_16_bits
 
 autocast multiplies hidden layers before a sine in FP32
 - exact &= ~Use.ANGLE

@@ -270,10 +270,10 @@ def _of_matmul(
 ) -> Decision:
     """Decides the dtypes of a matmul or convolution.
 
-    FP32 operands with `precision=HIGHEST`, of a matmul whose result a solver reads, that is part of
-    a squared distance or an angle, or by which a loss selects FP32 values, keep their recorded
-    dtypes, and so does an operand that meets a complex one, which XLA converts to it. The dtype of
-    the result is the first of these that applies:
+    FP32 operands with `precision=HIGHEST`, of a matmul with an operand from a solver, or whose
+    result one reads, that is part of a squared distance or an angle, or by which a loss selects
+    FP32 values, keep their recorded dtypes, and so does an operand that meets a complex one, which
+    XLA converts to it. The dtype of the result is the first of these that applies:
 
     1. the `preferred_element_type`, if it differs from the recorded dtypes of the operands;
     2. FP32, if the recorded result is FP32 and only FP32 operations consume it;
@@ -295,11 +295,13 @@ def _of_matmul(
             exact &= ~Use.ANGLE  # a matmul in 16 bits has rounded the coordinates before
         fp32 = (reason for u, reason in _WHY_WIDE.items() if u in exact)
         why = why or next(fp32, "")
-        if not why and all(value.is_solved for value in values[:2]):
-            why = "both operands are results of factorizations or solves"
         why = why or ("a loss selects FP32 values by it" if _is_selection(values, use) else "")
         if why:
             return Decision(None, Priority.COMPUTED, why, as_recorded=True)
+        if any(value.is_solved for value in values[:2]):
+            # The product of data and an inverse does not promote a residual stream.
+            why = "an operand is the result of a factorization or a solve"
+            return Decision(None, Priority.NARROW, why, as_recorded=True)
     preferred = None if options is None else options.result_dtype
     narrow = narrow_reason(policy.policy, _values.outputs_of(equation, values))
     reason = policy.reason

@@ -194,9 +194,7 @@ class Autocast(_programs.InPlace):
             out = _products.multiply(equation, arrays, decision, policy, in_fp8)
         else:
             out = _programs.bind(equation, arrays)
-        results = wrap(equation, out, decision.priority)
-        if is_solved(equation, values):
-            results = [dataclasses.replace(result, is_solved=True) for result in results]
+        results = wrap(equation, out, decision.priority, is_solved(equation, values))
         if decision.priority is Priority.CONSTANT and len(results) == 1:
             results = [dataclasses.replace(results[0], scalar=scalar_of(equation, values))]
         return results

@@ -38,7 +38,7 @@ class Value:
     priority: Priority = Priority.COMPUTED
     # For a constant with equal elements: that element, with shape (). Otherwise None.
     scalar: np.ndarray | None = None
-    # True for results of factorizations and solves, and what is computed from such alone.
+    # True for FP32 results of factorizations and solves, and what is computed from such alone.
     is_solved: bool = False
 
     @property
@@ -99,19 +99,20 @@ def wrap(
     equation: _compat.JaxprEqn,
     outs: Array | Sequence[Array],
     priority: Priority = Priority.COMPUTED,
+    is_solved: bool = False,
 ) -> list[Value]:
     """Returns the results of an equation's primitive as values."""
     arrays = outs if equation.primitive.multiple_results else [outs]
-    return [Value(array, priority) for array in arrays]
+    return [Value(array, priority, is_solved=is_solved) for array in arrays]
 
 
 def is_solved(equation: _compat.JaxprEqn, values: Sequence[Value]) -> bool:
     """Returns True if the results of an equation are those of factorizations and solves alone."""
-    is_solver = equation.primitive.name in _programs.SOLVERS
-    if is_solver or not any(value.is_solved for value in values):
-        return is_solver
-    floating = (v for v in values if v.castable and v.priority is not Priority.CONSTANT)
-    return all(value.is_solved for value in floating)
+    if equation.primitive.name in _programs.SOLVERS:
+        return True
+    floating = [v for v in values if v.castable and v.priority is not Priority.CONSTANT]
+    is_wide = not any(_core.is_16bit(value.dtype) for value in floating)
+    return bool(floating) and is_wide and all(value.is_solved for value in floating)
 
 
 def returned(value: Value, aval: Any, dtype: Any) -> Array:

@@ -260,8 +260,9 @@ def collect_solver(op: OpOccurrence, audit: Auditor) -> None:
 
 
 def _is_fp32_by_design(op: OpOccurrence, matmul: _programs.Matmul, audit: Auditor) -> bool:
-    """Returns True for matmuls of attention, of a matrix that is factorized, and of its norm, of
-    squared distances, and for those by which a loss selects values, such as log-probabilities.
+    """Returns True for matmuls of attention, of a matrix that is factorized, of the result, and of
+    its norm, of squared distances, and for those by which a loss selects values, such as
+    log-probabilities.
 
     Autocast computes the factorized one in FP32, because its condition multiplies each rounding
     error, and the selected values, which the matmul itself does not round. The power iteration of
@@ -271,7 +272,10 @@ def _is_fp32_by_design(op: OpOccurrence, matmul: _programs.Matmul, audit: Audito
     key, use = (op.location.names, op.line), audit.use_of(op.result)
     is_exact = bool(_programs.exact_uses(op.equation, use))
     is_exact |= _dataflow.is_of_power_iteration(op, use)
-    is_exact |= all(_labels.SOLVED in audit.flow.of(var) for var in op.operands[:2])
+    solved = [_labels.SOLVED in audit.flow.of(var) for var in op.operands[:2]]
+    if all(solved):
+        audit.flow.mark(op.result, _labels.SOLVED)
+    is_exact |= any(solved)
     is_exact |= ((), _programs.call_site(op.equation)) in exact
     if is_exact or _is_selection(op, use, audit):
         exact.append(key)

@@ -126,17 +126,17 @@ class LogProbability(Fact):
     survives = _checks.LAYOUT | _core.named("slice gather select_n sub add neg mul")
 
 
-class Solved(Fact):
+class WideValue:
+    """Label that an FP32 value loses when it is cast to 16 bits."""
+
+
+class Solved(Fact, WideValue):
     """Label of the result of a factorization or a solve, and of what is computed from it."""
 
-    survives = _programs.EXACT | _core.named("mul div add sub sqrt square exp log dot_general")
+    survives = _programs.EXACT | _core.named("mul div add sub sqrt square exp log")
 
 
 SOLVED = Solved()
-
-
-class WideValue:
-    """Label that an FP32 value loses when it is cast to 16 bits."""
 
 
 class Stream(WideValue):
