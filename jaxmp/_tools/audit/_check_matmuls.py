@@ -213,7 +213,8 @@ def check_operands(op: OpOccurrence, matmul: _programs.Matmul, flops: int, audit
     if dtypes[0] == dtypes[1] or not is_float or _is_fp32_by_design(op, matmul, audit):
         return
     narrow, wide = sorted(dtypes, key=lambda dtype: dtype.itemsize)
-    message = f"{op.name} of {dtypes[0].name} and {dtypes[1].name} runs in {wide.name}."
+    message = f"{op.name} of {dtypes[0].name} and {dtypes[1].name} runs in {wide.name}"
+    severity, precision = _severity_of(op) if op.is_forward else (_checks.NOTE, "")
     fix = fix_wide("Cast the wide operand", op, [dtypes.index(wide)], narrow.name)
     if not op.is_forward:
         # The cotangent of a matmul with a wider preferred_element_type is wide. Its FP32 result is
@@ -224,8 +225,7 @@ def check_operands(op: OpOccurrence, matmul: _programs.Matmul, flops: int, audit
         # The gradients of this matmul are as wide.
         audit.promotion_fixes.setdefault((op.location.names, op.line), fix)
     fix = promotion_fix(op, audit) or fix
-    severity = "" if op.is_forward else _checks.NOTE
-    audit.add(MIXED_OPERANDS, op, message, fix, severity=severity, flops=flops)
+    audit.add(MIXED_OPERANDS, op, f"{message}{precision}.", fix, severity=severity, flops=flops)
 
 
 @FP32_MATMUL.on_matmul
@@ -341,28 +341,32 @@ def report_bytes(audit: Auditor, _: _trace.Traced) -> None:
 
 
 def _report_fp32(op: OpOccurrence, required: str, flops: int, audit: Auditor) -> None:
-    options = _programs.arithmetic_of(op.equation)
-    is_highest = bool(required) and options is not None and options.is_highest
-    reason = "and an operand was cast up from 16 bits"
-    if required:
-        reason = f"but the policies require {required}"
-        reason += "; the code sets precision=HIGHEST" if is_highest else ""
-    message = f"{op.name} of float32, {reason}."
+    severity, precision = _severity_of(op)
+    reason = f"but the policies require {required}"
+    reason = reason if required else "and an operand was cast up from 16 bits"
+    message = f"{op.name} of float32, {reason}{precision}."
     mixed = audit.collected[MIXED_OPERANDS]
     is_second = not op.is_forward and _programs.call_site(op.equation) in mixed
     own = audit.context.gradient_fix if is_second else _fix_rule(op, audit) or fix_casts(op)
     fix = promotion_fix(op, audit) or own
     # With it, autocast keeps FP32 operands.
-    sentence = "Remove precision=HIGHEST, and apply" if is_highest else "Apply"
+    sentence = "Remove precision=HIGHEST, and apply" if precision else "Apply"
     # A rule for the root would reach its own operations alone.
     if required and op.module and not promotion_fix(op, audit):
         fix = fix or f"{sentence} the policies:\n    {apply_code(op, audit.context)}"
         code = audit.context.with_rule(f"jaxmp.Rule({op.module!r}, 'c=f32')")
         fix += f"\nOr keep the module in FP32 by a rule:\n    {code}"
-    severity = _checks.WARNING if is_highest else _checks.ERROR
-    fix = fix or f"{sentence} the policies:\n    " * is_highest + apply_code(op, audit.context)
+    fix = fix or f"{sentence} the policies:\n    " * bool(precision) + apply_code(op, audit.context)
     severity = _checks.NOTE if is_second else severity
     audit.add(FP32_MATMUL, op, message, fix, severity=severity, flops=flops)
+
+
+def _severity_of(op: OpOccurrence) -> tuple[str, str]:
+    """Returns the severity of FP32 operands, and a reason that is the choice of the author."""
+    options = _programs.arithmetic_of(op.equation)
+    if options is None or not options.is_highest:
+        return _checks.ERROR, ""
+    return _checks.WARNING, "; the code sets precision=HIGHEST"
 
 
 def _fix_rule(op: OpOccurrence, audit: Auditor) -> str:
