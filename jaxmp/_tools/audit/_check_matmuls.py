@@ -372,18 +372,28 @@ def _severity_of(op: OpOccurrence) -> tuple[str, str]:
 def _fix_rule(op: OpOccurrence, audit: Auditor) -> str:
     """Returns the fix of a matmul of a `custom_vjp` function or its rules; "" for another one.
 
-    The equations of such a rule have the line at which its function is called.
+    The equations of such a rule have the line at which its function is called, but not those of a
+    function that it calls, such as that of a differential equation.
     """
     is_rule = op.is_backward and _programs.call_site(op.equation) not in audit.matmul_calls
     is_forward_rule = _compat.is_in_custom_vjp(op.equation.source_info) and not fix_casts(op)
-    if not (is_rule or is_forward_rule):
+    if is_rule or is_forward_rule:
+        was_16_bits = lambda var: _labels.WAS_16_BITS in audit.flow.of(var)
+        wide = min(op.operands[:2], key=was_16_bits).aval.str_short()
+        line, fix = "calls", f"In the rule, cast {wide} to 16 bits before the matmul."
+    elif any(map(_is_custom_vjp, op.enclosing)) and not op.is_within("/flax/"):
+        line, fix = "is in", f"Apply it inside:\n    {audit.context.autocast_code}"
+    else:
         return ""
-    was_16_bits = lambda var: _labels.WAS_16_BITS in audit.flow.of(var)
-    wide = min(op.operands[:2], key=was_16_bits).aval.str_short()
     return (
-        "This line calls a function with a backward rule (`jax.custom_vjp`), which policies and"
-        f" `autocast` do not change. In the rule, cast {wide} to 16 bits before the matmul."
+        f"This line {line} a function with a backward rule (`jax.custom_vjp`), which policies and"
+        f" `autocast` do not change. {fix}"
     )
+
+
+def _is_custom_vjp(equation: Equation) -> bool:
+    source_info = equation.source_info
+    return equation.primitive.name == "custom_vjp_call" or _compat.is_in_custom_vjp(source_info)
 
 
 # ---------------------------------------------------------------------------
