@@ -1207,6 +1207,11 @@ the gradient of a lookup is estimated by the number of indices
 test_audit.py::test_the_gradient_of_a_lookup_depends_on_the_rows_of_the_table
 """,
     "jaxmp/_tools/audit/_dataflow.py": r"""
+the audit knows under vmap only loss scales that are powers of two
+- is_scalar = is_scalar or any(map(math.isnan, sizes))
++ pass
+test_audit_plants.py::test_a_gradient_inside_of_a_loss_has_its_own_scale
+
 the audit loses a loss scale where a loss runs on several devices
 - square neg convert_element_type reshard
 + square neg convert_element_type

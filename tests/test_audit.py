@@ -1552,6 +1552,9 @@ def train_twice(x):
 
 def make_sized(recipe, size):
     return train_step, jax.ShapeDtypeStruct((size, size), jnp.float32)
+
+class Steps:
+    make_fp32 = staticmethod(make_fp32)
 """
 
 
@@ -1578,7 +1581,7 @@ def test_the_command_prints_and_writes(run, tmp_path):
 
 
 def test_the_command_fails_on_what_it_is_told(run):
-    faulty = ("my_steps:make_fp32", "--recipe", "bf16")
+    faulty = ("my_steps:Steps.make_fp32", "--recipe", "bf16")
     status, out, error = run(*faulty)
     assert status == 1 and "fp32_matmul" in out and error == ""  # errors are printed once
     status, _, error = run(*faulty, "--fail-on", "fp32_matmul")
@@ -1604,6 +1607,7 @@ def test_the_command_holds_a_step_against_a_baseline(run):
     [
         (["my_steps"], "'my_steps' does not name a function"),
         (["my_steps:absent"], "def absent():\n        return train_step, state, batch"),
+        (["my_steps:Steps.make"], "does not define a function 'make'. Did you mean 'make_fp32'?"),
         (["my_steps:make_nothing"], "returned int, not a function and its arguments"),
         (["my_steps:make_sized"], "requires recipe, size, for which no value is passed"),
         (["my_steps:make_sized", "--recipe", "bf16"], "make_sized requires size, for which"),
