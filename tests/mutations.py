@@ -1537,6 +1537,11 @@ plan: a program of unknown devices costs nothing
 + and rate:
 test_plan.py::test_prices_give_the_cost_of_a_billion_tokens
 
+plan: a program that does not follow its recipe is recommended
+- if f.check in _WARNED), ""),
++ if False), ""),
+test_plan.py::test_a_recipe_that_a_chip_lacks_is_named
+
 plan: the search for the largest batch stops at a batch that is not next to the limit
 - last - first == 1
 + last - first <= 2
