@@ -111,8 +111,7 @@ def is_solved(equation: _compat.JaxprEqn, values: Sequence[Value]) -> bool:
     if equation.primitive.name in _programs.SOLVERS:
         return True
     floating = [v for v in values if v.castable and v.priority is not Priority.CONSTANT]
-    is_wide = not any(_core.is_16bit(value.dtype) for value in floating)
-    return bool(floating) and is_wide and all(value.is_solved for value in floating)
+    return bool(floating) and all(v.is_solved and v.dtype.itemsize > 2 for v in floating)
 
 
 def returned(value: Value, aval: Any, dtype: Any) -> Array:

@@ -243,10 +243,15 @@ def check_fp32(op: OpOccurrence, matmul: _programs.Matmul, flops: int, audit: Au
         _report_fp32(op, min(dtype.name for dtype in allowed), flops, audit)
 
 
-@FP32_MATMUL.on_operation(*_programs.SOLVERS)
+@FP32_MATMUL.on_operation(*_programs.SOLVERS, "dot_general")
 def label_solved(op: OpOccurrence, audit: Auditor) -> None:
-    """Labels the results of factorizations and solves, whose products autocast keeps in FP32."""
-    for result in op.equation.outvars:
+    """Labels the results of factorizations and solves, and products of two of them.
+
+    Autocast keeps their products in FP32.
+    """
+    is_product = op.name == "dot_general"
+    solved = (_labels.SOLVED in audit.flow.of(var) for var in op.operands)
+    for result in op.equation.outvars if not is_product or all(solved) else ():
         audit.flow.mark(result, _labels.SOLVED)
 
 
@@ -272,10 +277,7 @@ def _is_fp32_by_design(op: OpOccurrence, matmul: _programs.Matmul, audit: Audito
     key, use = (op.location.names, op.line), audit.use_of(op.result)
     is_exact = bool(_programs.exact_uses(op.equation, use))
     is_exact |= _dataflow.is_of_power_iteration(op, use)
-    solved = [_labels.SOLVED in audit.flow.of(var) for var in op.operands[:2]]
-    if all(solved):
-        audit.flow.mark(op.result, _labels.SOLVED)
-    is_exact |= any(solved)
+    is_exact |= _labels.SOLVED in audit.flow.of_all(op.operands[:2])
     is_exact |= ((), _programs.call_site(op.equation)) in exact
     if is_exact or _is_selection(op, use, audit):
         exact.append(key)
@@ -348,15 +350,16 @@ def _report_fp32(op: OpOccurrence, required: str, flops: int, audit: Auditor) ->
     mixed = audit.collected[MIXED_OPERANDS]
     is_second = not op.is_forward and _programs.call_site(op.equation) in mixed
     own = audit.context.gradient_fix if is_second else _fix_rule(op, audit) or fix_casts(op)
-    fix = promotion_fix(op, audit) or own
     # With it, autocast keeps FP32 operands.
     sentence = "Remove precision=HIGHEST, and apply" if precision else "Apply"
+    promoted, code = promotion_fix(op, audit), apply_code(op, audit.context)
     # A rule for the root would reach its own operations alone.
-    if required and op.module and not promotion_fix(op, audit):
-        fix = fix or f"{sentence} the policies:\n    {apply_code(op, audit.context)}"
+    has_rule = bool(required and op.module) and not promoted
+    code = f"{sentence} the policies:\n    " * (has_rule or bool(precision)) + code
+    fix = promoted or own or code
+    if has_rule:
         code = audit.context.with_rule(f"jaxmp.Rule({op.module!r}, 'c=f32')")
         fix += f"\nOr keep the module in FP32 by a rule:\n    {code}"
-    fix = fix or f"{sentence} the policies:\n    " * bool(precision) + apply_code(op, audit.context)
     severity = _checks.NOTE if is_second else severity
     audit.add(FP32_MATMUL, op, message, fix, severity=severity, flops=flops)
 
@@ -376,12 +379,14 @@ def _fix_rule(op: OpOccurrence, audit: Auditor) -> str:
     function that it calls, such as that of a differential equation.
     """
     is_rule = op.is_backward and _programs.call_site(op.equation) not in audit.matmul_calls
-    is_forward_rule = _compat.is_in_custom_vjp(op.equation.source_info) and not fix_casts(op)
+    is_of_rule = lambda equation: _compat.is_in_custom_vjp(equation.source_info)
+    is_custom_vjp = lambda e: e.primitive.name == "custom_vjp_call" or is_of_rule(e)
+    is_forward_rule = is_of_rule(op.equation) and not fix_casts(op)
     if is_rule or is_forward_rule:
         was_16_bits = lambda var: _labels.WAS_16_BITS in audit.flow.of(var)
         wide = min(op.operands[:2], key=was_16_bits).aval.str_short()
         line, fix = "calls", f"In the rule, cast {wide} to 16 bits before the matmul."
-    elif any(map(_is_custom_vjp, op.enclosing)) and not op.is_within("/flax/"):
+    elif any(map(is_custom_vjp, op.enclosing)) and not op.is_within("/flax/"):
         line, fix = "is in", f"Apply it inside:\n    {audit.context.autocast_code}"
     else:
         return ""
@@ -389,11 +394,6 @@ def _fix_rule(op: OpOccurrence, audit: Auditor) -> str:
         f"This line {line} a function with a backward rule (`jax.custom_vjp`), which policies and"
         f" `autocast` do not change. {fix}"
     )
-
-
-def _is_custom_vjp(equation: Equation) -> bool:
-    source_info = equation.source_info
-    return equation.primitive.name == "custom_vjp_call" or _compat.is_in_custom_vjp(source_info)
 
 
 # ---------------------------------------------------------------------------

@@ -88,8 +88,7 @@ class Candidate(NamedTuple):
                         "its arguments. Return them:\n    return train_step, state, batch"
                     )
                 fields = (self._estimated if self.chip.uncompiled else self._compiled)(*made)
-                warned.append(fields.get("warning", ""))
-                fields["warning"] = warned[0]
+                fields["warning"] = next(iter(warned), fields.get("warning", ""))
         except JaxmpError as error:
             fields = _failed(error)
         return PlanRow(
