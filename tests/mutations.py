@@ -179,7 +179,7 @@ a float16 product is rounded on the way to a mean
 test_autocast.py::test_a_float16_product_on_the_way_to_a_mean_does_not_overflow
 
 a matmul that only FP32 operations read is rounded to 16 bits
-- is_only = consumers.is_fp32_only(var)
+- is_only = not read.otherwise
 + return False
 test_autocast.py::test_a_product_that_only_fp32_operations_read_is_not_rounded
 

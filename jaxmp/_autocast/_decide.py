@@ -120,18 +120,9 @@ class Consumers(_programs.Backward):
         later = later or (kind == "widest" and any(self._wide[var] for var in operands))
         return [_Read(kind != "fp32", not later)] * len(equation.invars)
 
-    def is_fp32_only(self, var: _compat.Var) -> bool:
-        """Returns True for variables whose consumers are all FP32 operations."""
-        read = self._read.get(var)
-        return read is not None and not read.otherwise
-
-    def leads_to_fp32_only(self, var: _compat.Var) -> bool:
-        """Returns True for variables that reach only FP32 operations.
-
-        The path there may contain arithmetic and data movement.
-        """
-        read = self._read.get(var)
-        return read is not None and not read.otherwise_later
+    def of(self, var: _compat.Var) -> _Read:
+        """Returns the consumers of a variable; any others of one without consumers."""
+        return self._read.get(var) or _Read(True, True)
 
 
 class Environment:
@@ -336,14 +327,14 @@ def _is_fp32_only(equation: _compat.JaxprEqn, env: Environment, dtype: np.dtype)
     Rounding it to 16 bits would lose precision without benefit. In float16, arithmetic may lie
     in between, because a result beyond 65504 is infinite before a division makes it small.
     """
-    var, consumers = equation.outvars[0], env.consumers
-    is_only = consumers.is_fp32_only(var)
+    read = env.consumers.of(equation.outvars[0])
+    is_only = not read.otherwise
     if dtype == _core.FLOAT16 and _values.is_matmul(equation):
-        is_only = is_only or consumers.leads_to_fp32_only(var)
-    return _programs.array_aval(var).dtype == _core.FLOAT32 and is_only
+        is_only = is_only or not read.otherwise_later
+    return _programs.array_aval(equation.outvars[0]).dtype == _core.FLOAT32 and is_only
 
 
 def _leads_to_fp32(equation: _compat.JaxprEqn, env: Environment) -> bool:
     """Returns True for arithmetic whose result would be cast up again by all its consumers."""
     is_arithmetic = equation.primitive.name in ARITHMETIC
-    return is_arithmetic and env.consumers.leads_to_fp32_only(equation.outvars[0])
+    return is_arithmetic and not env.consumers.of(equation.outvars[0]).otherwise_later

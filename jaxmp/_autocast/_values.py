@@ -64,20 +64,10 @@ def to_16bit(value: Value, dtype: DTypeLike) -> Array | np.ndarray:
     return _core.clamped_cast(array, dtype)
 
 
-def literal_value(var: _compat.Literal) -> Value:
-    """Returns the value of a literal."""
-    if not hasattr(var.aval, "dtype"):
-        return Value(var.val, Priority.CONSTANT)
-    number = np.asarray(var.val, _programs.array_aval(var).dtype)
-    return Value(number, Priority.CONSTANT, None if number.ndim else number)
-
-
+_MOVES = ("broadcast_in_dim", "copy", "reshape", "squeeze", "stop_gradient", "transpose")
 # Primitive -> its effect on the element of a constant with equal elements.
 _OF_SCALAR: dict[str, Callable[[np.ndarray], np.ndarray]] = {
-    **dict.fromkeys(
-        ("broadcast_in_dim", "copy", "reshape", "squeeze", "stop_gradient", "transpose"),
-        lambda number: number,
-    ),
+    **dict.fromkeys(_MOVES, lambda number: number),
     "neg": lambda number: np.asarray(-number),
     "sqrt": lambda number: np.asarray(np.sqrt(number) if number >= 0 else np.nan, number.dtype),
 }
@@ -120,11 +110,6 @@ def returned(value: Value, aval: Any, dtype: Any) -> Array:
     array = _core.cast(array, dtype) if value.castable else array
     is_weak = getattr(aval, "weak_type", False) and array.dtype == aval.dtype
     return _core.as_weak(array) if is_weak else array
-
-
-def with_dtype(aval: ShapedArray, value: Value) -> ShapedArray:
-    """Returns the recorded type `aval` with the current dtype of `value`."""
-    return aval.update(dtype=value.dtype) if is_castable_aval(aval) else aval
 
 
 def is_castable_aval(aval: AbstractValue) -> TypeGuard[ShapedArray]:

@@ -249,10 +249,9 @@ def label_solved(op: OpOccurrence, audit: Auditor) -> None:
 
     Autocast keeps their products in FP32.
     """
-    is_product = op.name == "dot_general"
-    solved = (_labels.SOLVED in audit.flow.of(var) for var in op.operands)
-    for result in op.equation.outvars if not is_product or all(solved) else ():
-        audit.flow.mark(result, _labels.SOLVED)
+    if op.name in _programs.SOLVERS or all(_labels.SOLVED in audit.flow.of(v) for v in op.operands):
+        for result in op.equation.outvars:
+            audit.flow.mark(result, _labels.SOLVED)
 
 
 @FP32_MATMUL.on_operation("custom_linear_solve", "call_hi_primitive")

@@ -226,6 +226,8 @@ class Power(NamedTuple):
     number: int
     # None: it depends on the argument in another way.
     exponent: float | None
+    # `powers_after` propagates it.
+    survives = frozenset[str]()
 
 
 def powers_after(op: OpOccurrence, labels_of: LabelsOf) -> frozenset[Power]:
