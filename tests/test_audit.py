@@ -250,13 +250,24 @@ def test_the_wrong_16_bits():
     assert checks(audit(lambda x: x @ x, shape(16, 16), recipe="fp32")) == {"off_policy_matmul"}
 
 
-def test_precision_highest_is_the_authors_choice():
-    def fn(x):
-        return jnp.matmul(x, x, precision="highest")
+@pytest.mark.parametrize(
+    ("dtype", "recipe", "check"),
+    [
+        (jnp.float32, BF16, "fp32_matmul"),
+        (jnp.bfloat16, None, "fp32_matmul"),
+        (jnp.bfloat16, BF16, "mixed_operands"),
+    ],
+)
+def test_precision_highest_is_the_authors_choice(dtype, recipe, check):
+    def fn(x, w):
+        x = x if check == "mixed_operands" else x.astype(jnp.float32)
+        return lax.dot(x, w, precision="highest")
 
-    report = audit(fn, shape(16, 16, dtype=jnp.float32), recipe=BF16)
-    fix = the_only(report.warnings, "fp32_matmul").fix
-    assert report.ok and fix.startswith("Remove precision=HIGHEST, and apply the policies:\n    ")
+    report = audit(fn, shape(16, 16, dtype=dtype), shape(16, 16, dtype=jnp.float32), recipe=recipe)
+    finding = the_only(report.warnings, check)
+    assert report.ok and "; the code sets precision=HIGHEST" in finding.message
+    text = "Remove precision=HIGHEST, and apply the policies:\n    "
+    assert finding.fix.startswith(text) == (dtype == jnp.float32)
 
 
 def test_the_optimizers_own_matmuls_are_not_the_models():
@@ -585,6 +596,18 @@ def test_a_barrier_of_two_arrays_mixes_no_labels():
         return optax.apply_updates(params, updates), state
 
     assert audit(step, params, tx.init(params), jnp.ones((8, 16)), recipe=recipe).ok
+
+
+def test_a_copied_gradient_is_not_rounded():
+    """The one-hot rows that a VQ-VAE multiplies with its codebook are no weights."""
+
+    def loss_fn(w, rows):
+        w = w.astype(rows.dtype)
+        vectors = lax.dot(rows, w, preferred_element_type=jnp.float32).astype(w.dtype)
+        return ((vectors @ w).astype(jnp.float32) ** 2).mean()
+
+    w, rows = shape(16, 16, dtype=jnp.float32), shape(8, 16, dtype=jnp.float16)
+    assert "float16_range" not in checks(audit(jaxmp.grad(loss_fn), w, rows))
 
 
 @pytest.mark.parametrize("activation", [jax.nn.elu, jax.nn.softplus, jax.nn.selu, jax.nn.mish])
@@ -1514,6 +1537,9 @@ def train_twice(x):
 
 def make_sized(recipe, size):
     return train_step, jax.ShapeDtypeStruct((size, size), jnp.float32)
+
+class Steps:
+    make_fp32 = staticmethod(make_fp32)
 """
 
 
@@ -1540,7 +1566,7 @@ def test_the_command_prints_and_writes(run, tmp_path):
 
 
 def test_the_command_fails_on_what_it_is_told(run):
-    faulty = ("my_steps:make_fp32", "--recipe", "bf16")
+    faulty = ("my_steps:Steps.make_fp32", "--recipe", "bf16")
     status, out, error = run(*faulty)
     assert status == 1 and "fp32_matmul" in out and error == ""  # errors are printed once
     status, _, error = run(*faulty, "--fail-on", "fp32_matmul")
@@ -1566,6 +1592,7 @@ def test_the_command_holds_a_step_against_a_baseline(run):
     [
         (["my_steps"], "'my_steps' does not name a function"),
         (["my_steps:absent"], "def absent():\n        return train_step, state, batch"),
+        (["my_steps:Steps.make"], "does not define a function 'make'. Did you mean 'make_fp32'?"),
         (["my_steps:make_nothing"], "returned int, not a function and its arguments"),
         (["my_steps:make_sized"], "requires recipe, size, for which no value is passed"),
         (["my_steps:make_sized", "--recipe", "bf16"], "make_sized requires size, for which"),

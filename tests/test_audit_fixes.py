@@ -859,6 +859,20 @@ def test_the_fix_of_a_backward_rule_names_the_operand():
     assert errors and all("`jax.custom_vjp`" in error.fix for error in errors)
 
 
+def test_the_fix_of_a_function_in_a_custom_vjp_does_not_repeat_what_is_applied():
+    def audited(fn):
+        solver = jax.custom_vjp(lambda w, x: jax.lax.fori_loop(0, 2, lambda _, y: fn(w, y), x))
+        solver.defvjp(solver, solver)
+        loss = jaxmp.autocast(lambda w, x: solver(w, x @ w).sum(), "bf16")
+        return jaxmp.audit(loss, jnp.ones((16, 16)), jnp.ones((2, 16)), recipe="bf16").errors
+
+    names = {"jaxmp": jaxmp, "fn": lambda w, x: jnp.tanh(x @ w)}
+    (error,) = audited(names["fn"])
+    assert "`autocast` do not change" in error.fix
+    exec(code_of(error.fix), names)
+    assert audited(names["fn"]) == ()
+
+
 def test_the_rule_for_a_layer_without_fp8_reaches_that_layer_alone():
     class Own(nn.Module):
         @nn.compact

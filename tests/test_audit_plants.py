@@ -315,8 +315,10 @@ def test_a_gradient_inside_of_a_loss_has_its_own_scale():
     for inner in (slope, jax.vmap(slope, (None, 0)), jax.jit(jax.vmap(slope, (None, 0)))):
         assert severities(inner) == []
     # The scale is a constant of a jitted function, and one for each row.
-    rows = lambda w, x: w - 0.1 * jax.vmap(jaxmp.grad(value, loss_scale=SCALE), (None, 0))(w, x)[0]
-    assert checks(jax.jit(rows), W, X) == {}
+    for scale in SCALE, jaxmp.StaticLossScale(1000.0):
+        of_row = jaxmp.grad(value, loss_scale=scale)
+        rows = lambda w, x, of_row=of_row: w - 0.1 * jax.vmap(of_row, (None, 0))(w, x)[0]
+        assert checks(jax.jit(rows), W, X) == {}
 
 
 def test_a_loss_may_select_log_probabilities_in_fp32():

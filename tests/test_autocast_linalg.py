@@ -15,7 +15,7 @@ from arrays import floats
 from grids import EXPENSIVE
 from jaxmp import autocast
 
-B, V = floats(6, 6, seed=1), floats(6, seed=2)
+B, V, X = floats(6, 6, seed=1), floats(6, seed=2), floats(2, 16, seed=5)
 EYE = jnp.asarray(np.eye(6, dtype=np.float32))
 
 
@@ -144,26 +144,36 @@ def test_a_filter_computes_its_covariance_in_fp32():
     assert "bf16[8,2]" in lowered and "bf16[4,4]" not in lowered
 
 
-def error_of_mean(scale):
-    """Returns the error of a Gaussian process, a small difference of a product of solutions."""
+def error_of_means(scale):
+    """Returns the errors of a Gaussian process, small differences of products with solutions."""
     x, t = jnp.linspace(0, 6, 40)[:, None], jnp.linspace(0, 5.9, 17)[:, None]
     kernel = lambda a, b: jnp.exp(-0.5 * ((a - b.T) / scale) ** 2)
     root = jnp.linalg.cholesky(kernel(x, x) + 1e-4 * jnp.eye(40))
     solution, weights = (
         linalg.solve_triangular(root, values, lower=True) for values in (kernel(x, t), jnp.sin(x))
     )
-    mean = jax.jit(lambda a, b: a.T @ b)(solution, weights)
-    return jnp.square(mean - jnp.sin(t)).mean()
+    mean = jax.jit(lambda a, b: a.T @ b)
+    means = mean(solution, weights), mean(kernel(x, t), linalg.cho_solve((root, True), jnp.sin(x)))
+    return sum(jnp.square(each - jnp.sin(t)).mean() for each in means)
 
 
-def test_a_product_of_solutions_is_fp32():
-    fn = autocast(error_of_mean, "bf16")
-    step = jax.value_and_grad(fn)
-    np.testing.assert_allclose(step(1.0), jax.value_and_grad(error_of_mean)(1.0), 1e-3)
+def test_a_product_with_a_solution_is_fp32():
+    step = jax.value_and_grad(autocast(error_of_means, "bf16"))
+    np.testing.assert_allclose(step(1.0), jax.value_and_grad(error_of_means)(1.0), 1e-3)
     assert not jaxmp.audit(step, 1.0, recipe="bf16").errors
-    # Other products with a solution are cast: `x @ inv(w)`.
-    text = str(jax.make_jaxpr(autocast(lambda w, x: x @ jnp.linalg.inv(w), "bf16"))(EYE, B))
-    assert "bf16[6,6]" in text
+
+
+def test_what_follows_a_product_with_a_solution_runs_in_16_bits():
+    def layers(w, x, rounds):
+        q = jnp.linalg.qr(w)[0]
+        q = jnp.float32(jnp.bfloat16(q)) if rounds else q
+        return jax.nn.relu(x @ w + x @ q) @ w
+
+    for rounds, fp32 in (False, 1), (True, 0):
+        rows = jaxmp.explain(layers, "bf16")(jnp.eye(16), X, rounds).autocast.rows
+        assert sum(row.count for row in rows if row.dtype == "float32") == fp32
+    fn = autocast(functools.partial(layers, rounds=False), "bf16")
+    assert "bf16[2,16] = add" in str(jax.make_jaxpr(fn)(jnp.eye(16), X))
 
 
 def test_an_operation_without_a_16_bit_form_names_the_cast_of_the_parameters():

@@ -708,7 +708,7 @@ def make_step():
     [
         (["run.py:make_step", "--step", "3"], "--step requires --checkpoint DIR"),
         (["run.py:make_stop"], "Did you mean 'make_step'?"),
-        (["run.py:np.ones"], "does not name a function"),
+        (["run.py:np[ones]"], "does not name a function"),
         (["run.py:empty"], "Return those after the checkpoint"),
         (["run.py:state"], "returned dict, not a function and its arguments"),
     ],

@@ -546,12 +546,14 @@ def test_a_recipe_that_a_chip_lacks_is_named():
     def make(recipe):
         if recipe.name == "bf16":
             return make_step(recipe)
-        step = lambda x, w: dot(x, w, (((1,), (0,)), ((), ())))
+        of_fp8 = lambda x, w: dot(x, w, (((1,), (0,)), ((), ())))
         x = jax.ShapeDtypeStruct((64, 64), jnp.bfloat16)
-        return step, x, x
+        return of_fp8 if recipe.name == "fp8" else jnp.dot, x, x
 
-    report = jaxmp.plan(make, recipes=["bf16", "fp8"], targets=["a100"], cache=None)
+    report = jaxmp.plan(make, recipes=["bf16", "fp8", "fp16"], targets=["a100"], cache=None)
     assert "load_recipe('bf16')" in report.rows[1].lacking and report.rows[1].bound < 1
+    # Nor is a program recommended that does not follow its recipe.
+    assert "bfloat16, but the policies require float16" in report.rows[2].warning
     assert report.choices[0].recipe == "bf16"
 
 

@@ -120,18 +120,9 @@ class Consumers(_programs.Backward):
         later = later or (kind == "widest" and any(self._wide[var] for var in operands))
         return [_Read(kind != "fp32", not later)] * len(equation.invars)
 
-    def is_fp32_only(self, var: _compat.Var) -> bool:
-        """Returns True for variables whose consumers are all FP32 operations."""
-        read = self._read.get(var)
-        return read is not None and not read.otherwise
-
-    def leads_to_fp32_only(self, var: _compat.Var) -> bool:
-        """Returns True for variables that reach only FP32 operations.
-
-        The path there may contain arithmetic and data movement.
-        """
-        read = self._read.get(var)
-        return read is not None and not read.otherwise_later
+    def of(self, var: _compat.Var) -> _Read:
+        """Returns the consumers of a variable; any others of one without consumers."""
+        return self._read.get(var) or _Read(True, True)
 
 
 class Environment:
@@ -270,10 +261,10 @@ def _of_matmul(
 ) -> Decision:
     """Decides the dtypes of a matmul or convolution.
 
-    FP32 operands with `precision=HIGHEST`, of a matmul whose result a solver reads, that is part of
-    a squared distance or an angle, or by which a loss selects FP32 values, keep their recorded
-    dtypes, and so does an operand that meets a complex one, which XLA converts to it. The dtype of
-    the result is the first of these that applies:
+    FP32 operands with `precision=HIGHEST`, of a matmul with an operand from a solver, or whose
+    result one reads, that is part of a squared distance or an angle, or by which a loss selects
+    FP32 values, keep their recorded dtypes, and so does an operand that meets a complex one, which
+    XLA converts to it. The dtype of the result is the first of these that applies:
 
     1. the `preferred_element_type`, if it differs from the recorded dtypes of the operands;
     2. FP32, if the recorded result is FP32 and only FP32 operations consume it;
@@ -295,11 +286,13 @@ def _of_matmul(
             exact &= ~Use.ANGLE  # a matmul in 16 bits has rounded the coordinates before
         fp32 = (reason for u, reason in _WHY_WIDE.items() if u in exact)
         why = why or next(fp32, "")
-        if not why and all(value.is_solved for value in values[:2]):
-            why = "both operands are results of factorizations or solves"
         why = why or ("a loss selects FP32 values by it" if _is_selection(values, use) else "")
         if why:
             return Decision(None, Priority.COMPUTED, why, as_recorded=True)
+        if any(value.is_solved for value in values[:2]):
+            # The product of data and an inverse does not promote a residual stream.
+            why = "an operand is the result of a factorization or a solve"
+            return Decision(None, Priority.NARROW, why, as_recorded=True)
     preferred = None if options is None else options.result_dtype
     narrow = narrow_reason(policy.policy, _values.outputs_of(equation, values))
     reason = policy.reason
@@ -334,14 +327,14 @@ def _is_fp32_only(equation: _compat.JaxprEqn, env: Environment, dtype: np.dtype)
     Rounding it to 16 bits would lose precision without benefit. In float16, arithmetic may lie
     in between, because a result beyond 65504 is infinite before a division makes it small.
     """
-    var, consumers = equation.outvars[0], env.consumers
-    is_only = consumers.is_fp32_only(var)
+    read = env.consumers.of(equation.outvars[0])
+    is_only = not read.otherwise
     if dtype == _core.FLOAT16 and _values.is_matmul(equation):
-        is_only = is_only or consumers.leads_to_fp32_only(var)
-    return _programs.array_aval(var).dtype == _core.FLOAT32 and is_only
+        is_only = is_only or not read.otherwise_later
+    return _programs.array_aval(equation.outvars[0]).dtype == _core.FLOAT32 and is_only
 
 
 def _leads_to_fp32(equation: _compat.JaxprEqn, env: Environment) -> bool:
     """Returns True for arithmetic whose result would be cast up again by all its consumers."""
     is_arithmetic = equation.primitive.name in ARITHMETIC
-    return is_arithmetic and env.consumers.leads_to_fp32_only(equation.outvars[0])
+    return is_arithmetic and not env.consumers.of(equation.outvars[0]).otherwise_later

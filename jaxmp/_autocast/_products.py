@@ -50,8 +50,7 @@ def multiply(
         return _programs.bind(equation, arrays, **changes)
 
     def matmul(*operands: Array, preferred_element_type: DTypeLike = dtype) -> Array:
-        dtypes = {"preferred_element_type": preferred_element_type}
-        return _programs.bind(equation, list(operands), **dtypes)
+        return _programs.bind(equation, [*operands], preferred_element_type=preferred_element_type)
 
     is_transposed = _programs.transposes_lhs(equation)
     operands = arrays[0], arrays[1], wide, *arrays[2:]

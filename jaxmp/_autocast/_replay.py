@@ -8,6 +8,7 @@ import os
 from collections.abc import Hashable, Sequence
 from typing import Any
 
+import numpy as np
 from jax import Array
 from jax.core import ShapedArray
 
@@ -18,11 +19,10 @@ from jaxmp._autocast._explain import IN_RULE, Recorder
 from jaxmp._autocast._values import (
     Priority,
     Value,
+    is_castable_aval,
     is_solved,
-    literal_value,
     returned,
     scalar_of,
-    with_dtype,
     wrap,
 )
 from jaxmp._core import _compat
@@ -94,7 +94,10 @@ class Autocast(_programs.InPlace):
         return Value(array, Priority.ARGUMENT)
 
     def literal(self, var: Literal) -> Value:
-        return literal_value(var)
+        if not hasattr(var.aval, "dtype"):
+            return Value(var.val, Priority.CONSTANT)
+        number = np.asarray(var.val, _programs.array_aval(var).dtype)
+        return Value(number, Priority.CONSTANT, None if number.ndim else number)
 
     def run(
         self, jaxpr: AnyJaxpr, args: Sequence[Value], start: _programs.Start = _programs.PROGRAM
@@ -194,9 +197,7 @@ class Autocast(_programs.InPlace):
             out = _products.multiply(equation, arrays, decision, policy, in_fp8)
         else:
             out = _programs.bind(equation, arrays)
-        results = wrap(equation, out, decision.priority)
-        if is_solved(equation, values):
-            results = [dataclasses.replace(result, is_solved=True) for result in results]
+        results = wrap(equation, out, decision.priority, is_solved(equation, values))
         if decision.priority is Priority.CONSTANT and len(results) == 1:
             results = [dataclasses.replace(results[0], scalar=scalar_of(equation, values))]
         return results
@@ -246,7 +247,7 @@ class Autocast(_programs.InPlace):
         return self.scope_policies(jaxpr, place.scopes), call, place.phase, uses
 
     def aval(self, var: Any, value: Value) -> ShapedArray:
-        return with_dtype(var.aval, value)
+        return var.aval.update(dtype=value.dtype) if is_castable_aval(var.aval) else var.aval
 
     def with_array(self, value: Value, array: Array) -> Value:
         return dataclasses.replace(value, array=array)

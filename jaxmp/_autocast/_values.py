@@ -38,7 +38,7 @@ class Value:
     priority: Priority = Priority.COMPUTED
     # For a constant with equal elements: that element, with shape (). Otherwise None.
     scalar: np.ndarray | None = None
-    # True for results of factorizations and solves, and what is computed from such alone.
+    # True for FP32 results of factorizations and solves, and what is computed from such alone.
     is_solved: bool = False
 
     @property
@@ -64,20 +64,10 @@ def to_16bit(value: Value, dtype: DTypeLike) -> Array | np.ndarray:
     return _core.clamped_cast(array, dtype)
 
 
-def literal_value(var: _compat.Literal) -> Value:
-    """Returns the value of a literal."""
-    if not hasattr(var.aval, "dtype"):
-        return Value(var.val, Priority.CONSTANT)
-    number = np.asarray(var.val, _programs.array_aval(var).dtype)
-    return Value(number, Priority.CONSTANT, None if number.ndim else number)
-
-
+_MOVES = ("broadcast_in_dim", "copy", "reshape", "squeeze", "stop_gradient", "transpose")
 # Primitive -> its effect on the element of a constant with equal elements.
 _OF_SCALAR: dict[str, Callable[[np.ndarray], np.ndarray]] = {
-    **dict.fromkeys(
-        ("broadcast_in_dim", "copy", "reshape", "squeeze", "stop_gradient", "transpose"),
-        lambda number: number,
-    ),
+    **dict.fromkeys(_MOVES, lambda number: number),
     "neg": lambda number: np.asarray(-number),
     "sqrt": lambda number: np.asarray(np.sqrt(number) if number >= 0 else np.nan, number.dtype),
 }
@@ -99,19 +89,19 @@ def wrap(
     equation: _compat.JaxprEqn,
     outs: Array | Sequence[Array],
     priority: Priority = Priority.COMPUTED,
+    is_solved: bool = False,
 ) -> list[Value]:
     """Returns the results of an equation's primitive as values."""
     arrays = outs if equation.primitive.multiple_results else [outs]
-    return [Value(array, priority) for array in arrays]
+    return [Value(array, priority, is_solved=is_solved) for array in arrays]
 
 
 def is_solved(equation: _compat.JaxprEqn, values: Sequence[Value]) -> bool:
     """Returns True if the results of an equation are those of factorizations and solves alone."""
-    is_solver = equation.primitive.name in _programs.SOLVERS
-    if is_solver or not any(value.is_solved for value in values):
-        return is_solver
-    floating = (v for v in values if v.castable and v.priority is not Priority.CONSTANT)
-    return all(value.is_solved for value in floating)
+    if equation.primitive.name in _programs.SOLVERS:
+        return True
+    floating = [v for v in values if v.castable and v.priority is not Priority.CONSTANT]
+    return bool(floating) and all(v.is_solved and v.dtype.itemsize > 2 for v in floating)
 
 
 def returned(value: Value, aval: Any, dtype: Any) -> Array:
@@ -120,11 +110,6 @@ def returned(value: Value, aval: Any, dtype: Any) -> Array:
     array = _core.cast(array, dtype) if value.castable else array
     is_weak = getattr(aval, "weak_type", False) and array.dtype == aval.dtype
     return _core.as_weak(array) if is_weak else array
-
-
-def with_dtype(aval: ShapedArray, value: Value) -> ShapedArray:
-    """Returns the recorded type `aval` with the current dtype of `value`."""
-    return aval.update(dtype=value.dtype) if is_castable_aval(aval) else aval
 
 
 def is_castable_aval(aval: AbstractValue) -> TypeGuard[ShapedArray]:

@@ -94,8 +94,8 @@ def warn_of_gradient(mark: Mark, line: tuple[str, int]) -> None:
             "recipe.optimizer(inner), and compute the gradients with its scale: "
             "state.value_and_grad(loss_fn)(batch), optimizer.value_and_grad(loss_fn)(model, batch) "
             "or jaxmp.value_and_grad(loss_fn, loss_scale=jaxmp.get_loss_scale(opt_state))(params, "
-            "batch). The recipe 'bf16' needs no loss scale. Ignore this if the code scales the "
-            "loss itself."
+            "batch). The recipe 'bf16' needs no loss scale. Of a teacher, stop the gradient of the "
+            "arguments: teacher(jax.lax.stop_gradient(x)). Ignore this if the code scales the loss."
         )
         warnings.warn_explicit(message, RecipeWarning, *line)
 

@@ -15,6 +15,7 @@ from jax import lax
 from jax.core import Tracer
 from jax.typing import ArrayLike, DTypeLike
 
+import jaxmp
 from jaxmp import _core
 from jaxmp._core import Array, Mark, PyTree
 from jaxmp._gradients._hints import note_scaled
@@ -248,6 +249,30 @@ class StaticLossScale(Scaling):
 
     def __repr__(self) -> str:
         return f"StaticLossScale(loss_scale={self.scale_value})"
+
+
+def differentiable(fn: Callable[..., PyTree], **options: Any) -> Callable[..., PyTree]:
+    """Returns a loss whose derivatives `value_and_grad` computes, for code that differentiates it.
+
+    Args:
+      fn: function that returns a scalar loss; its first argument is differentiated.
+      **options: keyword arguments of `value_and_grad`, such as `loss_scale`.
+    """
+
+    @functools.wraps(fn)
+    def loss_fn(params: PyTree, *args: PyTree, **kwargs: PyTree) -> PyTree:
+        run = jaxmp.value_and_grad(lambda params: fn(params, *args, **kwargs), **options)
+        loss_of = jax.custom_jvp(lambda params: run(params)[0])
+
+        @loss_of.defjvp
+        def jvp(primals: tuple[PyTree], tangents: tuple[PyTree]) -> tuple[jax.Array, jax.Array]:
+            loss, grads = run(*primals)
+            terms = jax.tree.map(lambda g, t: (g * t.astype(g.dtype)).sum(), grads, tangents[0])
+            return loss, jax.tree.reduce(jnp.add, terms).real
+
+        return loss_of(params)
+
+    return loss_fn
 
 
 # ---------------------------------------------------------------------------

@@ -178,30 +178,6 @@ def grad(
     return grad_fn
 
 
-def differentiable(fn: Callable[..., PyTree], **options: Any) -> Callable[..., PyTree]:
-    """Returns a loss whose derivatives `value_and_grad` computes, for code that differentiates it.
-
-    Args:
-      fn: function that returns a scalar loss; its first argument is differentiated.
-      **options: keyword arguments of `value_and_grad`, such as `loss_scale`.
-    """
-
-    @functools.wraps(fn)
-    def loss_fn(params: PyTree, *args: PyTree, **kwargs: PyTree) -> PyTree:
-        run = value_and_grad(lambda params: fn(params, *args, **kwargs), **options)
-        loss_of = jax.custom_jvp(lambda params: run(params)[0])
-
-        @loss_of.defjvp
-        def jvp(primals: tuple[PyTree], tangents: tuple[PyTree]) -> tuple[jax.Array, jax.Array]:
-            loss, grads = run(*primals)
-            terms = jax.tree.map(lambda g, t: (g * t.astype(g.dtype)).sum(), grads, tangents[0])
-            return loss, jax.tree.reduce(jnp.add, terms).real
-
-        return loss_of(params)
-
-    return loss_fn
-
-
 # ---------------------------------------------------------------------------
 # Checks of arguments
 # ---------------------------------------------------------------------------

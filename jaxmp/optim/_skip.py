@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import importlib
 from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple, NoReturn
 
@@ -361,10 +360,8 @@ def with_scaled_losses(extra_args: dict[str, Any], state: SkipNonfiniteState) ->
     is_plain = isinstance(scale, _loss_scale.NoLossScale) and not settings.axis_name
     if is_plain or settings.is_noted:
         return extra_args
-    # It loads many modules.
-    module = importlib.import_module("jaxmp._gradients._value_and_grad")
     options = settings.options() | {"loss_scale": scale}
-    change = functools.partial(module.differentiable, **options)
+    change = functools.partial(_loss_scale.differentiable, **options)
     losses = {key: fn for key, fn in extra_args.items() if key in _LOSSES and callable(fn)}
     return extra_args | {key: change(fn) for key, fn in losses.items()}
 

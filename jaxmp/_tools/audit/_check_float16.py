@@ -148,10 +148,12 @@ def check_product_of_weights(op: _checks.OpOccurrence, audit: _auditor.Auditor) 
     if maker is None or not _is_matmul(maker):
         return
     is_read = any(map(_is_matmul, _check_ops.reads(op.equation, op.body)))
-    if is_read and all(_checks.dtype_of(var) == _core.FLOAT16 for var in maker.invars[:2]):
+    dtypes = map(_checks.dtype_of, (*maker.invars[:2], *maker.outvars))
+    if is_read and [*dtypes] == [_core.FLOAT16, _core.FLOAT16, _core.FLOAT32]:
         message = "the gradient of a product of weights is rounded to float16: sums beyond 65504"
-        fix = "Multiply the FP32 parameters, w = (a @ b).astype(jnp.float16), or the activations by"
-        fix += " one weight after the other, y = (x @ a) @ b."
+        fix = "Multiply the FP32 parameters, or the activations by one weight after the other, y ="
+        fix += " (x @ a) @ b:\n    with jaxmp.full_precision():"
+        fix += "\n        w = (a @ b).astype(jnp.float16)"
         audit.add(FLOAT16_RANGE, op, f"{message} are inf.", fix, severity=_checks.WARNING)
 
 

@@ -213,7 +213,8 @@ def check_operands(op: OpOccurrence, matmul: _programs.Matmul, flops: int, audit
     if dtypes[0] == dtypes[1] or not is_float or _is_fp32_by_design(op, matmul, audit):
         return
     narrow, wide = sorted(dtypes, key=lambda dtype: dtype.itemsize)
-    message = f"{op.name} of {dtypes[0].name} and {dtypes[1].name} runs in {wide.name}."
+    message = f"{op.name} of {dtypes[0].name} and {dtypes[1].name} runs in {wide.name}"
+    severity, precision = _severity_of(op) if op.is_forward else (_checks.NOTE, "")
     fix = fix_wide("Cast the wide operand", op, [dtypes.index(wide)], narrow.name)
     if not op.is_forward:
         # The cotangent of a matmul with a wider preferred_element_type is wide. Its FP32 result is
@@ -224,8 +225,7 @@ def check_operands(op: OpOccurrence, matmul: _programs.Matmul, flops: int, audit
         # The gradients of this matmul are as wide.
         audit.promotion_fixes.setdefault((op.location.names, op.line), fix)
     fix = promotion_fix(op, audit) or fix
-    severity = "" if op.is_forward else _checks.NOTE
-    audit.add(MIXED_OPERANDS, op, message, fix, severity=severity, flops=flops)
+    audit.add(MIXED_OPERANDS, op, f"{message}{precision}.", fix, severity=severity, flops=flops)
 
 
 @FP32_MATMUL.on_matmul
@@ -243,11 +243,15 @@ def check_fp32(op: OpOccurrence, matmul: _programs.Matmul, flops: int, audit: Au
         _report_fp32(op, min(dtype.name for dtype in allowed), flops, audit)
 
 
-@FP32_MATMUL.on_operation(*_programs.SOLVERS)
+@FP32_MATMUL.on_operation(*_programs.SOLVERS, "dot_general")
 def label_solved(op: OpOccurrence, audit: Auditor) -> None:
-    """Labels the results of factorizations and solves, whose products autocast keeps in FP32."""
-    for result in op.equation.outvars:
-        audit.flow.mark(result, _labels.SOLVED)
+    """Labels the results of factorizations and solves, and products of two of them.
+
+    Autocast keeps their products in FP32.
+    """
+    if op.name in _programs.SOLVERS or all(_labels.SOLVED in audit.flow.of(v) for v in op.operands):
+        for result in op.equation.outvars:
+            audit.flow.mark(result, _labels.SOLVED)
 
 
 @FP32_MATMUL.on_operation("custom_linear_solve", "call_hi_primitive")
@@ -260,8 +264,9 @@ def collect_solver(op: OpOccurrence, audit: Auditor) -> None:
 
 
 def _is_fp32_by_design(op: OpOccurrence, matmul: _programs.Matmul, audit: Auditor) -> bool:
-    """Returns True for matmuls of attention, of a matrix that is factorized, and of its norm, of
-    squared distances, and for those by which a loss selects values, such as log-probabilities.
+    """Returns True for matmuls of attention, of a matrix that is factorized, of the result, and of
+    its norm, of squared distances, and for those by which a loss selects values, such as
+    log-probabilities.
 
     Autocast computes the factorized one in FP32, because its condition multiplies each rounding
     error, and the selected values, which the matmul itself does not round. The power iteration of
@@ -271,7 +276,7 @@ def _is_fp32_by_design(op: OpOccurrence, matmul: _programs.Matmul, audit: Audito
     key, use = (op.location.names, op.line), audit.use_of(op.result)
     is_exact = bool(_programs.exact_uses(op.equation, use))
     is_exact |= _dataflow.is_of_power_iteration(op, use)
-    is_exact |= all(_labels.SOLVED in audit.flow.of(var) for var in op.operands[:2])
+    is_exact |= _labels.SOLVED in audit.flow.of_all(op.operands[:2])
     is_exact |= ((), _programs.call_site(op.equation)) in exact
     if is_exact or _is_selection(op, use, audit):
         exact.append(key)
@@ -337,44 +342,56 @@ def report_bytes(audit: Auditor, _: _trace.Traced) -> None:
 
 
 def _report_fp32(op: OpOccurrence, required: str, flops: int, audit: Auditor) -> None:
-    options = _programs.arithmetic_of(op.equation)
-    is_highest = bool(required) and options is not None and options.is_highest
-    reason = "and an operand was cast up from 16 bits"
-    if required:
-        reason = f"but the policies require {required}"
-        reason += "; the code sets precision=HIGHEST" if is_highest else ""
-    message = f"{op.name} of float32, {reason}."
+    severity, precision = _severity_of(op)
+    reason = f"but the policies require {required}"
+    reason = reason if required else "and an operand was cast up from 16 bits"
+    message = f"{op.name} of float32, {reason}{precision}."
     mixed = audit.collected[MIXED_OPERANDS]
     is_second = not op.is_forward and _programs.call_site(op.equation) in mixed
     own = audit.context.gradient_fix if is_second else _fix_rule(op, audit) or fix_casts(op)
-    fix = promotion_fix(op, audit) or own
     # With it, autocast keeps FP32 operands.
-    sentence = "Remove precision=HIGHEST, and apply" if is_highest else "Apply"
+    sentence = "Remove precision=HIGHEST, and apply" if precision else "Apply"
+    promoted, code = promotion_fix(op, audit), apply_code(op, audit.context)
     # A rule for the root would reach its own operations alone.
-    if required and op.module and not promotion_fix(op, audit):
-        fix = fix or f"{sentence} the policies:\n    {apply_code(op, audit.context)}"
+    has_rule = bool(required and op.module) and not promoted
+    code = f"{sentence} the policies:\n    " * (has_rule or bool(precision)) + code
+    fix = promoted or own or code
+    if has_rule:
         code = audit.context.with_rule(f"jaxmp.Rule({op.module!r}, 'c=f32')")
         fix += f"\nOr keep the module in FP32 by a rule:\n    {code}"
-    severity = _checks.WARNING if is_highest else _checks.ERROR
-    fix = fix or f"{sentence} the policies:\n    " * is_highest + apply_code(op, audit.context)
     severity = _checks.NOTE if is_second else severity
     audit.add(FP32_MATMUL, op, message, fix, severity=severity, flops=flops)
+
+
+def _severity_of(op: OpOccurrence) -> tuple[str, str]:
+    """Returns the severity of FP32 operands, and a reason that is the choice of the author."""
+    options = _programs.arithmetic_of(op.equation)
+    if options is None or not options.is_highest:
+        return _checks.ERROR, ""
+    return _checks.WARNING, "; the code sets precision=HIGHEST"
 
 
 def _fix_rule(op: OpOccurrence, audit: Auditor) -> str:
     """Returns the fix of a matmul of a `custom_vjp` function or its rules; "" for another one.
 
-    The equations of such a rule have the line at which its function is called.
+    The equations of such a rule have the line at which its function is called, but not those of a
+    function that it calls, such as that of a differential equation.
     """
     is_rule = op.is_backward and _programs.call_site(op.equation) not in audit.matmul_calls
-    is_forward_rule = _compat.is_in_custom_vjp(op.equation.source_info) and not fix_casts(op)
-    if not (is_rule or is_forward_rule):
+    is_of_rule = lambda equation: _compat.is_in_custom_vjp(equation.source_info)
+    is_custom_vjp = lambda e: e.primitive.name == "custom_vjp_call" or is_of_rule(e)
+    is_forward_rule = is_of_rule(op.equation) and not fix_casts(op)
+    if is_rule or is_forward_rule:
+        was_16_bits = lambda var: _labels.WAS_16_BITS in audit.flow.of(var)
+        wide = min(op.operands[:2], key=was_16_bits).aval.str_short()
+        line, fix = "calls", f"In the rule, cast {wide} to 16 bits before the matmul."
+    elif any(map(is_custom_vjp, op.enclosing)) and not op.is_within("/flax/"):
+        line, fix = "is in", f"Apply it inside:\n    {audit.context.autocast_code}"
+    else:
         return ""
-    was_16_bits = lambda var: _labels.WAS_16_BITS in audit.flow.of(var)
-    wide = min(op.operands[:2], key=was_16_bits).aval.str_short()
     return (
-        "This line calls a function with a backward rule (`jax.custom_vjp`), which policies and"
-        f" `autocast` do not change. In the rule, cast {wide} to 16 bits before the matmul."
+        f"This line {line} a function with a backward rule (`jax.custom_vjp`), which policies and"
+        f" `autocast` do not change. {fix}"
     )
 
 

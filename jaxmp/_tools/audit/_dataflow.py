@@ -189,7 +189,7 @@ def is_scale(op: OpOccurrence, var: _programs.Atom, labels_of: LabelsOf) -> bool
     """Returns True if an equation of a backward pass reads a loss scale as its operand `var`.
 
     A loss scale is a scalar of the program's state, or a large constant factor. Under `vmap`, it
-    was broadcast.
+    was broadcast. That of `jaxmp.grad` is selected, and NaN if the loss is not finite.
     """
     rows = _scalars(var, labels_of(var)) if dtype_of(var) in _core.CASTABLE else []
     if SCALAR in labels_of(var) or any(row.is_state for row in rows):
@@ -200,6 +200,7 @@ def is_scale(op: OpOccurrence, var: _programs.Atom, labels_of: LabelsOf) -> bool
     if op.name == "div" and var is op.operands[1]:
         sizes = [1 / size if size else 0 for size in sizes]
     is_scalar = any(math.prod(result.aval.shape) == 1 for result in op.equation.outvars)
+    is_scalar = is_scalar or any(map(math.isnan, sizes))
     is_power = lambda size: size >= 128 and math.frexp(size)[0] == 0.5
     return any(is_power(size) or (is_scalar and 8 <= size < math.inf) for size in sizes)
 
@@ -225,6 +226,8 @@ class Power(NamedTuple):
     number: int
     # None: it depends on the argument in another way.
     exponent: float | None
+    # `powers_after` propagates it.
+    survives = frozenset[str]()
 
 
 def powers_after(op: OpOccurrence, labels_of: LabelsOf) -> frozenset[Power]:

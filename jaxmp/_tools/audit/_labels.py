@@ -126,17 +126,17 @@ class LogProbability(Fact):
     survives = _checks.LAYOUT | _core.named("slice gather select_n sub add neg mul")
 
 
-class Solved(Fact):
+class WideValue:
+    """Label that an FP32 value loses when it is cast to 16 bits."""
+
+
+class Solved(Fact, WideValue):
     """Label of the result of a factorization or a solve, and of what is computed from it."""
 
-    survives = _programs.EXACT | _core.named("mul div add sub sqrt square exp log dot_general")
+    survives = _programs.EXACT | _core.named("mul div add sub sqrt square exp log")
 
 
 SOLVED = Solved()
-
-
-class WideValue:
-    """Label that an FP32 value loses when it is cast to 16 bits."""
 
 
 class Stream(WideValue):
@@ -291,12 +291,13 @@ class Flow:
         special = self._of_classes("special", labels, lambda cls: _is_subclass(cls, _SPECIAL))
         own = self._of_classes("lineage", labels, lambda cls: _is_subclass(cls, _dataflow.LINEAGE))
         kept = self._kept(labels - special - own if special or own else labels, name)
-        if _dataflow.SCALAR in kept and (is_call or not _are_scalars(equation)):
+        sizes = (math.prod(getattr(var.aval, "shape", (0,))) for var in equation.outvars)
+        if _dataflow.SCALAR in kept and (is_call or any(size != 1 for size in sizes)):
             kept -= {_dataflow.SCALAR}
         if not is_call:
             kept |= _dataflow.lineage(op, own, self.of) | self._specials_after(op, special)
-        elif op.is_forward and _has_known_results(equation):
-            # The results have the labels of those of the jaxpr.
+        elif op.is_forward and all(None not in i.results for i in _programs.inners(equation)[-1:]):
+            # All results are known, and have the labels of those of the jaxpr.
             kept -= _GRADIENT
         self._label_results(equation, kept)
 
@@ -383,18 +384,7 @@ class Flow:
         return labels
 
 
-def _are_scalars(equation: _programs.Equation) -> bool:
-    return all(math.prod(getattr(var.aval, "shape", (0,))) == 1 for var in equation.outvars)
-
-
-def _has_known_results(equation: _programs.Equation) -> bool:
-    """Returns True if each result of an equation is a known result of its jaxpr."""
-    return all(None not in inner.results for inner in _programs.inners(equation)[-1:])
-
-
 def _survives(cls: type, name: str) -> bool:
-    if cls is _dataflow.Power:
-        return False
     survives = getattr(cls, "survives", None)
     return name not in REDUCES if survives is None else name in survives
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import importlib
 import importlib.util
 import inspect
@@ -162,8 +163,9 @@ def load_function(
     """Imports a function that is named on the command line.
 
     Args:
-      name: `package.module:function` or `folder/file.py:function`. Modules are imported from the
-        current directory, and files from the directory that contains them.
+      name: `package.module:function` or `folder/file.py:function`; a function may also be that of a
+        class, `Class.function`. Modules are imported from the current directory, and files from the
+        directory that contains them.
       example: a command line for error messages.
       returned: what the function returns, as code, for error messages.
       parameters: names of its parameters, for error messages.
@@ -172,7 +174,8 @@ def load_function(
       JaxmpError: if the function does not exist, or its module raises an error.
     """
     module_name, colon, function = name.partition(":")
-    if not colon or not module_name or not function.isidentifier():
+    *classes, function = function.split(".")
+    if not colon or not module_name or not all(map(str.isidentifier, (*classes, function))):
         raise JaxmpError(
             f"{name!r} does not name a function. Write package.module:function or "
             f"file.py:function, such as:\n    {example}"
@@ -188,10 +191,11 @@ def load_function(
     # A parser of arguments in the module reads those of `python file.py`.
     sys.argv = [file or module_name]
     module = call(f"importing {module_name!r}", lambda: _import(file, module_name))
-    made = getattr(module, function, None)
+    owner = functools.reduce(lambda owner, key: getattr(owner, key, None), classes, module)
+    made = getattr(owner, function, None)
     form = f" Write it in this form:\n    def {function}({parameters}):\n        return {returned}"
     if not callable(made):
-        defined = [key for key, value in vars(module).items() if callable(value)]
+        defined = [key for key in dir(owner) if callable(getattr(owner, key))]
         hint = _core.did_you_mean(function, defined)
         raise JaxmpError(f"{module_name!r} does not define a function {function!r}.{hint}{form}")
     if parameters and inspect.isfunction(made):

@@ -30,6 +30,8 @@ from jaxmp.errors import JaxmpError, RecipeWarning, TargetError
 
 # Findings of the audit about kernels that were replaced by slower ones.
 _FALLBACKS = ("unfused_attention", "not_fp8", "fp8_fallback", "fp32_gemm")
+# Those about a program that does not compute as its recipe does, such as one with casts by hand.
+_WARNED = ("off_policy_matmul", "missing_loss_scale")
 # The search for the largest batch ends here, and starts here without a default of the function.
 _MAX_BATCH, _FIRST_BATCH = 2**20, 8
 # Programs after which the search no longer trusts that memory grows linearly.
@@ -86,7 +88,7 @@ class Candidate(NamedTuple):
                         "its arguments. Return them:\n    return train_step, state, batch"
                     )
                 fields = (self._estimated if self.chip.uncompiled else self._compiled)(*made)
-                fields["warning"] = next(iter(warned), "")
+                fields["warning"] = next(iter(warned), fields.get("warning", ""))
         except JaxmpError as error:
             fields = _failed(error)
         return PlanRow(
@@ -122,6 +124,7 @@ class Candidate(NamedTuple):
             "memory": memory,
             "fits": memory <= chip.usable,
             "fallbacks": _fallbacks(report),
+            "warning": next((f.message for f in report.findings if f.check in _WARNED), ""),
             "devices": compiled.devices,
             "tokens": _tokens(args),
             "links": {"within": chip.link, "between": chip.network},
