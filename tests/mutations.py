@@ -797,6 +797,11 @@ test_validate_capture.py::test_outputs_of_a_reversed_scan
 test_fp32_gradients.py::test_a_reversed_scan_of_layers_runs_backwards
 """,
     "jaxmp/_programs/_distances.py": r"""
+the gradient of a loop with a diagonal raises an error
+- ("diagonal", "_diag") and operands:
++ ("diagonal", "_diag"):
+test_autocast_magnified.py::test_ill_conditioned_matmuls_and_their_gradients_are_fp32
+
 autocast rounds the operands of distances
 - if both <= norms}
 + if False}
@@ -1160,6 +1165,11 @@ an input of a model has the fix of a parameter
 test_audit_fixes.py::test_an_input_is_no_parameter
 """,
     "jaxmp/_tools/audit/_check_sums.py": r"""
+the audit of a 16-bit counter in a loop raises an error
+- not _programs.is_literal(step) and step in dependents
++ step in dependents
+test_audit_plants.py::test_defects_in_parts_of_programs
+
 the audit takes a solver's small steps for a residual stream
 - return steps if depends else []
 + return []

@@ -262,6 +262,7 @@ INDICES = jnp.zeros(600, jnp.int32)
         (lambda m: lax.scan(add_rows, jnp.zeros((4, 4), BF16), (m, INDICES)), "reduction_16bit"),
         (lambda m: lax.scan(set_rows, jnp.zeros((4, 4), BF16), (m, INDICES)), "reduction_16bit"),
         (lambda m: lax.scan(lambda c, r: (c + r + r, None), m[0], m), "reduction_16bit"),
+        (lambda m: lax.scan(lambda c, r: (c + 1, None), m[0], m), "reduction_16bit"),
         (lambda m: lax.scan(lambda c, r: (c + jnp.tanh(c) + r, None), m[0], m), None),
         (lambda m: lax.associative_scan(jnp.add, m), "accumulator_16bit"),
         (one_pass, "norm_16bit"),
