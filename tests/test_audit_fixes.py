@@ -291,6 +291,10 @@ def test_a_log_of_a_sum_of_masked_exponentials(tmp_path):
             ],
             "jnp.log(c.astype(jnp.float32))",
         ),
+        (  # The fix of the softmax alone would round the promoted operand again.
+            ["w = x.T @ x / jnp.eye(16)", "return (jax.nn.softmax(w) @ x.T).astype(jnp.float32)"],
+            "jax.nn.softmax(w.astype(jnp.float32)).astype(jnp.bfloat16)",
+        ),
     ],
 )
 def test_fixes_of_values_that_are_rounded_before(body, code, tmp_path):
