@@ -255,7 +255,7 @@ def _replaceable(functions: list[types.FunctionType]) -> dict[tuple[str, int], l
     for code in {id(function.__code__): function.__code__ for function in functions}.values():
         of_file = codes[code.co_filename]
         is_same = _counterpart(code, of_file, of_file) is not None
-        for line in {line for each in _codes(code) for *_, line in each.co_lines()} - {None}:
+        for line in {n for each in _codes(code) for *_, n in each.co_lines() if n is not None}:
             lines.setdefault((code.co_filename, line), []).append(is_same)
     return lines
 
