@@ -1394,9 +1394,10 @@ the closures of functions are not patched
 test_audit_fixes.py::test_fixes_are_tried_in_closures_and_methods
 
 a fix never leaves operands rounded that other operations read
-- for e in groups[n] if e.alone
-+ for e in groups[n] if False
+- for e in group if e.alone
++ for e in group if False
 test_audit_fixes.py::test_fixes_of_values_that_are_rounded_before
+test_audit_fixes.py::test_the_fix_of_two_dtypes_casts_the_wide_operand
 """,
     "jaxmp/_tools/memory/__init__.py": r"""
 an array on one device is estimated to stay there

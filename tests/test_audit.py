@@ -706,8 +706,8 @@ def test_small_steps_of_a_solver_are_lost_in_16_bits():
     finding = the_only(audit(fn, *args).errors, "accumulator_16bit")
     assert_named(finding, "", "a step")
     assert "the factor 0.01" in finding.message and "about 10% of their sum" in finding.message
-    wide = functools.partial(fn, dtype=jnp.float32)
-    for healthy in (functools.partial(fn, step=0.5), wide):
+    for options in ({"step": 0.5}, {"dtype": jnp.float32}):
+        healthy = functools.partial(fn, **options)
         assert "accumulator_16bit" not in checks(audit(healthy, *args))
 
 

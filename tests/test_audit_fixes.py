@@ -240,9 +240,7 @@ def test_the_fixes_of_sums_of_segments(tmp_path):
         "return total.astype(jnp.float32).sum()",
     ]
     errors = fixed(body, tmp_path, half())
-    assert [(error.check, error.line) for error in errors] == [
-        ("reduction_16bit", n) for n in (7, 8)
-    ]
+    assert [(e.check, e.line) for e in errors] == [("reduction_16bit", n) for n in (7, 8)]
 
 
 def test_an_expression_has_one_code_for_all_of_its_operations(tmp_path):
@@ -328,11 +326,7 @@ def test_a_fix_without_source_code_is_general():
 
 
 def test_the_fix_of_a_rounded_argument_outside_of_modules_names_the_cast(tmp_path):
-    body = [
-        "t = x.astype(bf)",
-        "a = t * bf(0.5)",
-        "return jnp.sin(a).astype(jnp.float32).sum()",
-    ]
+    body = ["t = x.astype(bf)", "a = t * bf(0.5)", "return jnp.sin(a).astype(jnp.float32).sum()"]
     x = jnp.linspace(0, 900, 64)
     source = source_of(body)
     (finding,) = jaxmp.audit(loaded(source, tmp_path), x, recipe="bf16").errors
@@ -378,6 +372,7 @@ def test_the_fix_of_a_cast_to_fp32_names_the_expression(tmp_path):
     [
         ("y = x * jnp.arange(16.0)[None]", {"implicit_promotion", "fp32_matmul"}),
         ("y = jnp.arange(16.0)[None] + x", {"implicit_promotion", "fp32_matmul"}),
+        ("w = x * jnp.eye(64, 16); y = jax.nn.softmax(w)", {"implicit_promotion", "fp32_matmul"}),
         ("y = jnp.dot(x, jnp.ones((16, 16)))", {"mixed_operands", "fp32_matmul"}),
         ("y = jnp.ones((8, 64)) @ x", {"mixed_operands", "fp32_matmul"}),
     ],

@@ -236,6 +236,10 @@ def set_rows(total, row):
     return total.at[row[1]].set(total[row[1]] + row[0]), None
 
 
+def diagonals(matrix, row):
+    return matrix, jnp.diag(matrix * row[0])
+
+
 def one_pass(x):
     variance = jnp.mean(x * x, 0) - jnp.mean(x, 0) ** 2
     return lax.rsqrt(variance.astype(F32) + 1e-5)
@@ -262,6 +266,8 @@ INDICES = jnp.zeros(600, jnp.int32)
         (lambda m: lax.scan(add_rows, jnp.zeros((4, 4), BF16), (m, INDICES)), "reduction_16bit"),
         (lambda m: lax.scan(set_rows, jnp.zeros((4, 4), BF16), (m, INDICES)), "reduction_16bit"),
         (lambda m: lax.scan(lambda c, r: (c + r + r, None), m[0], m), "reduction_16bit"),
+        (lambda m: lax.scan(lambda c, r: (c + 1, None), m[0], m), "reduction_16bit"),
+        (jax.grad(lambda m: lax.scan(diagonals, m[:4], m)[1].sum()), "reduction_16bit"),
         (lambda m: lax.scan(lambda c, r: (c + jnp.tanh(c) + r, None), m[0], m), None),
         (lambda m: lax.associative_scan(jnp.add, m), "accumulator_16bit"),
         (one_pass, "norm_16bit"),

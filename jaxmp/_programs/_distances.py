@@ -53,7 +53,7 @@ class _Distances(Forward):
         if name in CONSTRUCTS:
             known = self._known(variables, operands)
             results = self.enter(equation, known, frame)
-            if name_of(equation) in ("diagonal", "_diag"):
+            if name_of(equation) in ("diagonal", "_diag") and operands:
                 # That of a Gram matrix. `jnp.diag` of a vector is a matrix, which has no norms.
                 is_matrix = getattr(variables[0].aval, "ndim", 0) > 1
                 squares = [both for _, both in known[0].dots if len(both) == 1 and is_matrix]

@@ -342,7 +342,7 @@ def _steps_of(
             factor = next(filter(None, map(_dataflow.number_of, maker.invars)), None)
             factor = 1 / factor if factor and maker.primitive.name == "div" else factor
         steps.append((addition, factor))
-        depends |= step in dependents
+        depends |= not _programs.is_literal(step) and step in dependents
         var = sides[spine]
     return steps if depends else []
 

@@ -148,6 +148,9 @@ def try_edits(
     lines = _replaceable(functions)
     reached = [all(any(lines.get(edit[:2], ())) for edit in group) for group in groups]
     trials = [FixTrial("" if is_reached else NOT_TRIED) for is_reached in reached]
+    at_readers = lambda group: frozenset(e._replace(code=e.alone) for e in group if e.alone)
+    # True for edits that change the code of a fix again.
+    is_again = lambda fix, new: any(a.line == b.line and b.old in a.code for a in fix for b in new)
 
     def trial(*layers: Edits, has_fixes: bool = False) -> Problems | None:
         """Returns the problems with edits; None if the program does not run."""
@@ -165,18 +168,18 @@ def try_edits(
             if not next(budget, None):
                 return FixTrial("")
             problems = trial(*layers, has_fixes=True)
-            if problems is None:
-                break
-            new = [problem for key, problem in problems.items() if key not in before]
-            if not new and problems.keys().isdisjoint(own):
+            new = [problem for key, problem in (problems or {}).items() if key not in before]
+            if problems is not None and not new and problems.keys().isdisjoint(own):
                 return FixTrial(WORKS, tuple(more), edits)
             if not new or any(edits is None for _, edits in new):
                 break
             text = functools.reduce(both, (_with_places(*problem) for problem in new))
             text, following = _nested(text, {e for _, edits in new for e in edits or ()})
-            pairs = itertools.product(edits, following)
-            if any(a.line == b.line and b.old in a.code for a, b in pairs):
-                break  # It changes the code of the first fix again.
+            if is_again(edits, following):
+                text = with_edits(text, following, at_readers(following))
+                following = at_readers(following)
+            if not following or is_again(edits, following):
+                break
             layers.append(following)
             more.append(_plain(text))
         return FixTrial(FAILS)
@@ -202,8 +205,7 @@ def try_edits(
     budget = iter(range(1, _MOST_TRIALS + 1))
     for n in waiting[:_MOST_TRIALS]:
         trials[n] = alone(groups[n], removed[n])
-        at_readers = frozenset(e._replace(code=e.alone) for e in groups[n] if e.alone)
-        for edits in (others[n], at_readers):
+        for edits in (others[n], at_readers(groups[n])):
             if trials[n].state == FAILS and edits not in (groups[n], frozenset()):
                 other = alone(edits, removed[n])
                 trials[n] = other if other.state else trials[n]
@@ -245,11 +247,6 @@ def _of_modules(files: set[str]) -> Iterator[object]:
         waiting = [each for key, each in referents.items() if key not in seen]
 
 
-def _lines(code: types.CodeType) -> set[int]:
-    """Returns the lines of a code object and of those inside of it."""
-    return {line for each in _codes(code) for *_, line in each.co_lines() if line is not None}
-
-
 def _replaceable(functions: list[types.FunctionType]) -> dict[tuple[str, int], list[bool]]:
     """Returns for each line whether the functions that contain it have the text of the file."""
     lines: dict[tuple[str, int], list[bool]] = {}
@@ -258,7 +255,7 @@ def _replaceable(functions: list[types.FunctionType]) -> dict[tuple[str, int], l
     for code in {id(function.__code__): function.__code__ for function in functions}.values():
         of_file = codes[code.co_filename]
         is_same = _counterpart(code, of_file, of_file) is not None
-        for line in _lines(code):
+        for line in {n for each in _codes(code) for *_, n in each.co_lines() if n is not None}:
             lines.setdefault((code.co_filename, line), []).append(is_same)
     return lines
 
