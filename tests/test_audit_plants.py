@@ -267,6 +267,12 @@ INDICES = jnp.zeros(600, jnp.int32)
         (lambda m: lax.scan(set_rows, jnp.zeros((4, 4), BF16), (m, INDICES)), "reduction_16bit"),
         (lambda m: lax.scan(lambda c, r: (c + r + r, None), m[0], m), "reduction_16bit"),
         (lambda m: lax.scan(lambda c, r: (c + 1, None), m[0], m), "reduction_16bit"),
+        (lambda m: lax.scan(lambda c, r: (c + 1, None), jnp.zeros(4, BF16), m), "reduction_16bit"),
+        (lambda m: lax.fori_loop(0, 256, lambda i, c: c - 1, jnp.zeros(4, BF16)), None),
+        (
+            lambda m: lax.fori_loop(0, 20, lambda i, c: c + 0.1, jnp.zeros(4, BF16)),
+            "reduction_16bit",
+        ),
         (jax.grad(lambda m: lax.scan(diagonals, m[:4], m)[1].sum()), "reduction_16bit"),
         (lambda m: lax.scan(lambda c, r: (c + jnp.tanh(c) + r, None), m[0], m), None),
         (lambda m: lax.associative_scan(jnp.add, m), "accumulator_16bit"),

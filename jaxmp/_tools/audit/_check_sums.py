@@ -78,8 +78,26 @@ def check_loop(op: OpOccurrence, audit: Auditor) -> None:
     """
     body = _programs.Body(op.loop.jaxpr)
     for carry, linear in _linear_carries(op, None):
-        if not linear.is_scaled and not _check_state.is_compensated(linear.addition, body):
+        is_other = linear.is_scaled or _is_exact_count(op, carry, linear.addition)
+        if not is_other and not _check_state.is_compensated(linear.addition, body):
             _report_carry(op, carry, linear.addition, audit)
+
+
+def _is_exact_count(op: OpOccurrence, carry: _programs.Atom, addition: _programs.Equation) -> bool:
+    """Returns True for a count in steps of an integer, of which each value has its own number."""
+    start, largest = _start_of(op, carry), 2 / jnp.finfo(_checks.dtype_of(carry)).eps
+    made = op.made_by(start, _checks.LAYOUT - {"broadcast_in_dim"})
+    first = _dataflow.number_of(start if made is None else made.operands[0])
+    steps = [number for number in map(_dataflow.number_of, addition.invars) if number is not None]
+    if first is None or op.loop.length is None or not steps:
+        return False
+    is_integer = first.is_integer() and steps[0].is_integer()
+    return is_integer and abs(first) + abs(steps[0]) * op.loop.length <= largest
+
+
+def _start_of(op: OpOccurrence, carry: _programs.Atom) -> _programs.Atom:
+    """Returns the first value of a carry in front of its loop."""
+    return op.loop.operands[op.loop.jaxpr.invars.index(carry)]
 
 
 @_check_ops.ACCUMULATOR_16BIT.on_operation("add", "add_any")
@@ -142,8 +160,7 @@ def fix_carry(loop: OpOccurrence, carry: _programs.Atom, addition: OpOccurrence)
     where = loop.where
     text = f"Cast the first value of the carry to FP32 before the loop at {where}, which is"
     text += f" {carry.aval.str_short()}, add in FP32, and cast the result after the loop."
-    start = loop.loop.operands[loop.loop.jaxpr.invars.index(carry)]
-    made = loop.made_by(start, _checks.LAYOUT - {"broadcast_in_dim"})
+    made = loop.made_by(_start_of(loop, carry), _checks.LAYOUT - {"broadcast_in_dim"})
     code = "" if made is None else _rewrite.in_fp32(made.expression)
     if made is None or not code:
         return text
