@@ -141,14 +141,9 @@ autocast loses what a function writes to Flax objects
 test_nnx_gradients.py::test_autocast_writes_to_flax_objects_in_the_dtypes_of_the_function
 """,
     "jaxmp/_autocast/_decide.py": r"""
-products with solutions are rounded
-- if any(value.is_solved for value in values[:2]):
-+ if all(value.is_solved for value in values[:2]):
-test_autocast_linalg.py::test_a_product_with_a_solution_is_fp32
-
 products of data and solutions promote what follows
-- Decision(None, Priority.NARROW, why, as_recorded=True)
-+ Decision(None, Priority.COMPUTED, why, as_recorded=True)
+- is_narrow = exact == Use.SOLUTION
++ is_narrow = False
 test_autocast_linalg.py::test_what_follows_a_product_with_a_solution_runs_in_16_bits
 
 autocast multiplies hidden layers before a sine in FP32
@@ -800,6 +795,22 @@ a scan that runs again loses its direction
 test_programs.py::test_running_a_construct_again_changes_nothing
 test_validate_capture.py::test_outputs_of_a_reversed_scan
 test_fp32_gradients.py::test_a_reversed_scan_of_layers_runs_backwards
+""",
+    "jaxmp/_programs/_solutions.py": r"""
+products of data and solutions are rounded
+- if stack and _SOLUTION in facts:
++ if stack and facts == {_SOLUTION}:
+test_autocast_linalg.py::test_a_product_with_a_solution_is_fp32
+
+what a matmul computes for the product with a solution is rounded
+- self.found |= {stack, *facts}
++ self.found |= {stack}
+test_autocast_linalg.py::test_a_product_with_a_solution_is_fp32
+
+solutions that the user rounds are multiplied in FP32
+- return [None if is_rounded else result] * count
++ return [result] * count
+test_autocast_linalg.py::test_what_follows_a_product_with_a_solution_runs_in_16_bits
 """,
     "jaxmp/_programs/_distances.py": r"""
 autocast rounds the operands of distances

@@ -269,6 +269,7 @@ INDICES = jnp.zeros(600, jnp.int32)
         (lambda m: lax.scan(lambda c, r: (c + 1, None), m[0], m), "reduction_16bit"),
         (lambda m: lax.scan(lambda c, r: (c + 1, None), jnp.zeros(4, BF16), m), "reduction_16bit"),
         (lambda m: lax.fori_loop(0, 256, lambda i, c: c - 1, jnp.zeros(4, BF16)), None),
+        (lambda m: lax.fori_loop(0, 9, lambda i, c: c + 1, 0 - m), "reduction_16bit"),
         (
             lambda m: lax.fori_loop(0, 20, lambda i, c: c + 0.1, jnp.zeros(4, BF16)),
             "reduction_16bit",

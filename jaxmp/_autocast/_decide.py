@@ -37,6 +37,7 @@ _WHY_WIDE = {
     Use.CHAINED: "a factorization or a solve reads a linear function of its result",
     Use.DISTANCE: "a distance or angle is a small difference of its result and other numbers",
     Use.ANGLE: "a sine, cosine or tangent of its result is computed",
+    Use.SOLUTION: "it multiplies the result of a factorization or a solve, or the next matmul does",
     Use.MAGNIFIED: "a logarithm, a root or a quotient magnifies its rounding",
     Use.RESULT: "the function returns it",
 }
@@ -288,11 +289,10 @@ def _of_matmul(
         why = why or next(fp32, "")
         why = why or ("a loss selects FP32 values by it" if _is_selection(values, use) else "")
         if why:
-            return Decision(None, Priority.COMPUTED, why, as_recorded=True)
-        if any(value.is_solved for value in values[:2]):
             # The product of data and an inverse does not promote a residual stream.
-            why = "an operand is the result of a factorization or a solve"
-            return Decision(None, Priority.NARROW, why, as_recorded=True)
+            is_narrow = exact == Use.SOLUTION
+            priority = Priority.NARROW if is_narrow else Priority.COMPUTED
+            return Decision(None, priority, why, as_recorded=True)
     preferred = None if options is None else options.result_dtype
     narrow = narrow_reason(policy.policy, _values.outputs_of(equation, values))
     reason = policy.reason

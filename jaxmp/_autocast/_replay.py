@@ -20,7 +20,6 @@ from jaxmp._autocast._values import (
     Priority,
     Value,
     is_castable_aval,
-    is_solved,
     returned,
     scalar_of,
     wrap,
@@ -197,7 +196,7 @@ class Autocast(_programs.InPlace):
             out = _products.multiply(equation, arrays, decision, policy, in_fp8)
         else:
             out = _programs.bind(equation, arrays)
-        results = wrap(equation, out, decision.priority, is_solved(equation, values))
+        results = wrap(equation, out, decision.priority)
         if decision.priority is Priority.CONSTANT and len(results) == 1:
             results = [dataclasses.replace(results[0], scalar=scalar_of(equation, values))]
         return results
@@ -252,12 +251,11 @@ class Autocast(_programs.InPlace):
     def with_array(self, value: Value, array: Array) -> Value:
         return dataclasses.replace(value, array=array)
 
-    def note(self, value: Value) -> tuple[Priority, bool, bytes | None]:
-        scalar = None if value.scalar is None else value.scalar.tobytes()
-        return value.priority, value.is_solved, scalar
+    def note(self, value: Value) -> tuple[Priority, bytes | None]:
+        return value.priority, None if value.scalar is None else value.scalar.tobytes()
 
     def noted(self, array: Array, note: Any) -> Value:
-        return Value(array) if note is None else Value(array, note[0], is_solved=note[1])
+        return Value(array) if note is None else Value(array, note[0])
 
     def array(self, value: Value) -> Any:
         return value.array

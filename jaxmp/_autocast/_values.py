@@ -38,8 +38,6 @@ class Value:
     priority: Priority = Priority.COMPUTED
     # For a constant with equal elements: that element, with shape (). Otherwise None.
     scalar: np.ndarray | None = None
-    # True for FP32 results of factorizations and solves, and what is computed from such alone.
-    is_solved: bool = False
 
     @property
     def dtype(self) -> np.dtype:
@@ -89,19 +87,10 @@ def wrap(
     equation: _compat.JaxprEqn,
     outs: Array | Sequence[Array],
     priority: Priority = Priority.COMPUTED,
-    is_solved: bool = False,
 ) -> list[Value]:
     """Returns the results of an equation's primitive as values."""
     arrays = outs if equation.primitive.multiple_results else [outs]
-    return [Value(array, priority, is_solved=is_solved) for array in arrays]
-
-
-def is_solved(equation: _compat.JaxprEqn, values: Sequence[Value]) -> bool:
-    """Returns True if the results of an equation are those of factorizations and solves alone."""
-    if equation.primitive.name in _programs.SOLVERS:
-        return True
-    floating = [v for v in values if v.castable and v.priority is not Priority.CONSTANT]
-    return bool(floating) and all(v.is_solved and v.dtype.itemsize > 2 for v in floating)
+    return [Value(array, priority) for array in arrays]
 
 
 def returned(value: Value, aval: Any, dtype: Any) -> Array:

@@ -16,7 +16,7 @@ from jaxmp._programs._locations import call_stack
 from jaxmp._programs._matmuls import is_inner_product
 from jaxmp._programs._operations import exponent_of, name_of
 
-_SAME = named("transpose reshape broadcast_in_dim squeeze neg abs copy convert_element_type")
+SAME = named("transpose reshape broadcast_in_dim squeeze neg abs copy convert_element_type")
 _SCALES = frozenset(("mul", "div"))
 _ADDS = frozenset(("add", "sub"))
 _BOUNDS = frozenset(("max", "min", "clamp", "select_n"))
@@ -64,7 +64,7 @@ class _Distances(Forward):
             return [None] * len(equation.outvars)
         result = _Terms(id(equation.outvars[0]))
         arrays = [n for n, var in enumerate(variables) if getattr(var.aval, "ndim", 0)]
-        if name in _SAME or (name in _SCALES and arrays == [0]) or (name, arrays) == ("mul", [1]):
+        if name in SAME or (name in _SCALES and arrays == [0]) or (name, arrays) == ("mul", [1]):
             # A number, by which `optax.safe_norm` replaces zeros, has the source 0.
             terms = [*self._known(variables, operands), _Terms(0)]
             return [terms[arrays[0] if arrays else -1]]

@@ -24,6 +24,7 @@ from jaxmp._programs._jaxprs import BACKWARD, FORWARD, Equation, array_aval, is_
 from jaxmp._programs._locations import call_stack
 from jaxmp._programs._matmuls import MATMULS, is_inner_product, is_outer_product, terms_of
 from jaxmp._programs._operations import axes_of, count_of_keys, dot_of, exponent_of
+from jaxmp._programs._solutions import SOLVERS, products_of_solutions
 
 
 class Use(enum.IntFlag):
@@ -53,6 +54,8 @@ class Use(enum.IntFlag):
     DISTANCE = enum.auto()
     # A sine, cosine or tangent follows, as that of coordinates times frequencies.
     ANGLE = enum.auto()
+    # The value is the product of a solution, and the condition of a matrix multiplies its rounding.
+    SOLUTION = enum.auto()
 
 
 DECISIONS = Use.LOSS | Use.ORDER | Use.SOFTMAX
@@ -60,7 +63,9 @@ DECISIONS = Use.LOSS | Use.ORDER | Use.SOFTMAX
 SENSITIVE = ~(Use.SUMMED | Use.PRODUCT)
 # The flags as integers: Python computes with `enum.IntFlag` ten times as slowly.
 _NONE, _RESULT, _LOSS, _ORDER, _SOFTMAX = map(int, (Use.NONE, *Use)[:5])
-_MAGNIFIED, _SOLVED, _CHAINED, _SUMMED, _PRODUCT, _DISTANCE, _ANGLE = map(int, [*Use][4:])
+_MAGNIFIED, _SOLVED, _CHAINED, _SUMMED, _PRODUCT, _DISTANCE, _ANGLE, _SOLUTION = map(
+    int, [*Use][4:]
+)
 _DECISIONS = int(DECISIONS)
 _COMPARED = frozenset(("argmax", "argmin", "top_k", "approx_top_k", "sort"))
 # Operations that move or choose elements, and leave them as they are.
@@ -79,11 +84,6 @@ _SUMS = named("reduce_sum cumsum reduce_window_sum scatter-add scatter-sub selec
 # Functions whose results are accurate if they were rounded, but not if their operands were.
 _FLAT = frozenset(("tanh", "atan", "erf", "erfc", "logistic"))
 _MAGNIFYING = named("log log1p log2 sqrt rsqrt cbrt erf_inv acos asin acosh atanh")
-SOLVERS = named(
-    "cholesky cholesky_update custom_linear_solve eig eigh geqp3 geqrf hessenberg"
-    " householder_product lu ormqr qr schur svd triangular_solve tridiagonal"
-    " tridiagonal_solve"
-)
 _LINEAR = EXACT.union(MATMULS, named("add sub add_any")) - named("max min clamp select_n")
 # Operations -> the uses of their results that are uses of their operands. Others pass all uses.
 _PASSED = {
@@ -147,7 +147,7 @@ def exact_uses(equation: Equation, use: Use) -> Use:
     """
     terms = terms_of(equation) if equation.primitive.name == "dot_general" else None
     angle = Use.ANGLE if terms in range(16) else Use.NONE
-    return use & (Use.SOLVED | Use.CHAINED | Use.DISTANCE | angle)
+    return use & (Use.SOLVED | Use.CHAINED | Use.DISTANCE | Use.SOLUTION | angle)
 
 
 class Uses(Backward):
@@ -181,6 +181,8 @@ class Uses(Backward):
         is_first = self._of_gradients is None
         if self._of_gradients is None:
             self._of_gradients = dict.fromkeys(distance_calls(body), _DISTANCE)
+            for call in products_of_solutions(body):
+                self._of_gradients[call] = self._of_gradients.get(call, _NONE) | _SOLUTION
         if key not in self.known:
             for equation in body.eqns:
                 if equation.primitive.name == "transpose":

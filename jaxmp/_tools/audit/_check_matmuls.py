@@ -243,17 +243,6 @@ def check_fp32(op: OpOccurrence, matmul: _programs.Matmul, flops: int, audit: Au
         _report_fp32(op, min(dtype.name for dtype in allowed), flops, audit)
 
 
-@FP32_MATMUL.on_operation(*_programs.SOLVERS, "dot_general")
-def label_solved(op: OpOccurrence, audit: Auditor) -> None:
-    """Labels the results of factorizations and solves, and products of two of them.
-
-    Autocast keeps their products in FP32.
-    """
-    if op.name in _programs.SOLVERS or all(_labels.SOLVED in audit.flow.of(v) for v in op.operands):
-        for result in op.equation.outvars:
-            audit.flow.mark(result, _labels.SOLVED)
-
-
 @FP32_MATMUL.on_operation("custom_linear_solve", "call_hi_primitive")
 def collect_solver(op: OpOccurrence, audit: Auditor) -> None:
     """Collects the matmuls of a linear solve or a root, which keep their dtype under autocast."""
@@ -276,7 +265,6 @@ def _is_fp32_by_design(op: OpOccurrence, matmul: _programs.Matmul, audit: Audito
     key, use = (op.location.names, op.line), audit.use_of(op.result)
     is_exact = bool(_programs.exact_uses(op.equation, use))
     is_exact |= _dataflow.is_of_power_iteration(op, use)
-    is_exact |= _labels.SOLVED in audit.flow.of_all(op.operands[:2])
     is_exact |= ((), _programs.call_site(op.equation)) in exact
     if is_exact or _is_selection(op, use, audit):
         exact.append(key)

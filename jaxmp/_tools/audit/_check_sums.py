@@ -85,14 +85,16 @@ def check_loop(op: OpOccurrence, audit: Auditor) -> None:
 
 def _is_exact_count(op: OpOccurrence, carry: _programs.Atom, addition: _programs.Equation) -> bool:
     """Returns True for a count in steps of an integer, of which each value has its own number."""
-    start, largest = _start_of(op, carry), 2 / jnp.finfo(_checks.dtype_of(carry)).eps
+    start, largest = _start_of(op, carry), 2 / float(jnp.finfo(_checks.dtype_of(carry)).eps)
     made = op.made_by(start, _checks.LAYOUT - {"broadcast_in_dim"})
-    first = _dataflow.number_of(start if made is None else made.operands[0])
-    steps = [number for number in map(_dataflow.number_of, addition.invars) if number is not None]
-    if first is None or op.loop.length is None or not steps:
+    if made is not None and made.name == "broadcast_in_dim":
+        start = made.operands[0]
+    first, numbers = _dataflow.number_of(start), map(_dataflow.number_of, addition.invars)
+    step = next((number for number in numbers if number is not None), None)
+    if first is None or step is None or op.loop.length is None:
         return False
-    is_integer = first.is_integer() and steps[0].is_integer()
-    return is_integer and abs(first) + abs(steps[0]) * op.loop.length <= largest
+    is_integer = first.is_integer() and step.is_integer()
+    return is_integer and abs(first) + abs(step) * op.loop.length <= largest
 
 
 def _start_of(op: OpOccurrence, carry: _programs.Atom) -> _programs.Atom:

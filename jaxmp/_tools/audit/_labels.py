@@ -130,15 +130,6 @@ class WideValue:
     """Label that an FP32 value loses when it is cast to 16 bits."""
 
 
-class Solved(Fact, WideValue):
-    """Label of the result of a factorization or a solve, and of what is computed from it."""
-
-    survives = _programs.EXACT | _core.named("mul div add sub sqrt square exp log")
-
-
-SOLVED = Solved()
-
-
 class Stream(WideValue):
     """Label of an FP32 residual stream, or of an FP32 carry of a loop."""
 
