@@ -858,20 +858,20 @@ test_programs.py::test_each_client_names_the_consequence
 """,
     "jaxmp/_programs/_jaxprs.py": r"""
 references stay references
--     return closed if are_inside else _references.discharged(closed)
+-     return closed if are_inside else _tracing.discharged(closed)
 +     return closed
 test_programs.py::test_references_become_values
 test_audit.py::test_a_running_sum_in_a_scan
 test_nonfinite.py::test_values_are_followed_through_a_reference
 
 flags of JAX hide functions from autocast
--     with _references.with_default_flags():
+-     with _tracing.with_default_flags():
 +     if True:
 test_programs.py::test_flags_of_jax_do_not_change_what_is_traced
 
 references become values inside of functions with a derivative of their own
--     return closed if are_inside else _references.discharged(closed)
-+     return _references.discharged(closed)
+-     return closed if are_inside else _tracing.discharged(closed)
++     return _tracing.discharged(closed)
 test_programs.py::test_references_become_values
 """,
     "jaxmp/_programs/_locations.py": r"""

@@ -14,7 +14,7 @@ from jax.core import ShapedArray
 
 from jaxmp import _core
 from jaxmp._core import PyTree, _compat
-from jaxmp._core._compat import _references
+from jaxmp._core._compat import _tracing
 from jaxmp._programs._constructs import is_jaxpr, sub_jaxprs
 
 Path = tuple[str, ...]
@@ -92,7 +92,7 @@ def trace(fn: Callable[..., Any], args: PyTree, kwargs: Mapping[str, PyTree]) ->
 
 def record(fn: Callable[..., Any], *args: PyTree) -> tuple[_compat.ClosedJaxpr, PyTree]:
     """Returns the program of a function that an analysis can follow, and shapes of its results."""
-    with _references.with_default_flags():
+    with _tracing.with_default_flags():
         closed, shapes = jax.make_jaxpr(fn, return_shape=True)(*args)
     return _without_references(closed), shapes
 
@@ -104,14 +104,14 @@ def _without_references(closed: _compat.ClosedJaxpr) -> _compat.ClosedJaxpr:
     value to those that read it. JAX compiles the same program. References remain that the program
     receives, and those inside of functions with a derivative of their own, which would lose it.
     """
-    if not _references.are_made(closed.effects) or _references.are_received(closed.effects):
+    if not _tracing.are_made(closed.effects) or _tracing.are_received(closed.effects):
         return closed
     are_inside = any(
         each.primitive.name in ("custom_jvp_call", "custom_vjp_call")
-        and _references.are_made(each.effects)
+        and _tracing.are_made(each.effects)
         for each in equations(closed)
     )
-    return closed if are_inside else _references.discharged(closed)
+    return closed if are_inside else _tracing.discharged(closed)
 
 
 def as_jax_array(result: Any) -> jax.Array:

@@ -1,4 +1,4 @@
-"""References to arrays, `jax.new_ref`, in traced programs, and the flags of tracing."""
+"""Flags of tracing, and references to arrays (`jax.new_ref`) in traced programs."""
 
 from __future__ import annotations
 
