@@ -1,7 +1,6 @@
 """Products of which an operand is the result of a factorization or a solve: `x @ inv(w)`.
 
-The condition of the matrix multiplies the roundings of both operands: in bfloat16, the product has
-an error of 0.2 of its norm for a condition of 1,000.
+The error of `x @ inv(w)` is that of rounding `x` or the inverse, times the condition number of `w`.
 """
 
 from __future__ import annotations
@@ -22,12 +21,13 @@ SOLVERS = named(
     " householder_product lu ormqr qr schur svd triangular_solve tridiagonal"
     " tridiagonal_solve"
 )
-# Facts of a value: it depends on no argument; it is computed from solutions and constants alone.
+# Facts: the value does not depend on an argument; or it is computed from the results of
+# factorizations and solves, and constants, alone.
 _CONSTANT, _SOLUTION = "constant", "solution"
 
 
 class _Solutions(Forward):
-    """Facts of values: one of the above, the call stack of the matmul that made it, or None."""
+    """Fact of each value: one of these two, the call stack of the matmul that made it, or None."""
 
     def __init__(self) -> None:
         super().__init__()
