@@ -865,8 +865,8 @@ test_audit.py::test_a_running_sum_in_a_scan
 test_nonfinite.py::test_values_are_followed_through_a_reference
 
 flags of JAX hide functions from autocast
--     with _tracing.with_default_flags():
-+     if True:
+-         with _tracing.with_default_flags():
++         if True:
 test_programs.py::test_flags_of_jax_do_not_change_what_is_traced
 
 references become values inside of functions with a derivative of their own

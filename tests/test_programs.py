@@ -473,6 +473,15 @@ if hasattr(jax.config, "jax_custom_jvp3"):
     FLAGS |= zip(UPGRADES, (remat(DOTS), own_tangent, own_gradient()), strict=True)
 
 
+@pytest.mark.skipif(len(FLAGS) == 1, reason="JAX 0.12 has the rules of recomputation")
+def test_rules_that_require_a_flag_are_traced_with_it(request):
+    fn, rule = jax.custom_vjp(jnp.sin), lambda saved, x: (jnp.sin(x), x)
+    fn.defremat(lambda x: (jnp.sin(x), ()), rule, lambda x, cotangent: (3 * cotangent * x,))
+    request.addfinalizer(lambda: jax.config.update("jax_custom_vjp3", False))
+    jax.config.update("jax_custom_vjp3", True)
+    assert jax.grad(lambda x: jaxmp.autocast(fn, "bf16")(x).sum())(X)[0, 0] == 3 * X[0, 0]
+
+
 @pytest.mark.parametrize("flag", FLAGS)
 def test_flags_of_jax_do_not_change_what_is_traced(flag, request):
     fn = FLAGS[flag]

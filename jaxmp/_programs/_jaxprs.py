@@ -92,8 +92,14 @@ def trace(fn: Callable[..., Any], args: PyTree, kwargs: Mapping[str, PyTree]) ->
 
 def record(fn: Callable[..., Any], *args: PyTree) -> tuple[_compat.ClosedJaxpr, PyTree]:
     """Returns the program of a function that an analysis can follow, and shapes of its results."""
-    with _tracing.with_default_flags():
-        closed, shapes = jax.make_jaxpr(fn, return_shape=True)(*args)
+    make = jax.make_jaxpr(fn, return_shape=True)
+    try:
+        with _tracing.with_default_flags():
+            closed, shapes = make(*args)
+    except NotImplementedError:
+        # `custom_vjp.defremat` requires this flag.
+        with _tracing.with_default_flags(kept="custom_vjp3"):
+            closed, shapes = make(*args)
     return _without_references(closed), shapes
 
 

@@ -17,17 +17,20 @@ _UPGRADES = ("remat3", "custom_jvp3", "custom_vjp3")
 
 
 @contextlib.contextmanager
-def with_default_flags() -> Iterator[None]:
+def with_default_flags(kept: str = "") -> Iterator[None]:
     """Traces calls, loops and functions with derivatives as JAX does by default.
 
     With the upgrade flags, such as JAX_REMAT3=1, JAX records each of these functions as an object
     with rules of its own, whose dtypes no interpreter can change; its values and derivatives are
     equal. With JAX_DISABLE_JIT=1, it runs loops and calls in Python.
+
+    Args:
+      kept: a flag that keeps the user's value.
     """
     config = load_private("jax._src.config")
     with contextlib.ExitStack() as stack:
         for name in ("disable_jit", *_UPGRADES):
-            if hasattr(config, name):
+            if name != kept and hasattr(config, name):
                 stack.enter_context(getattr(config, name)(False))
         yield
 
