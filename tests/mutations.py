@@ -807,6 +807,11 @@ what a matmul computes for the product with a solution is rounded
 + self.found |= {stack}
 test_autocast_linalg.py::test_a_product_with_a_solution_is_fp32
 
+the layer in front of a product with a solution is rounded
+- own = {fact for var, fact in pairs if fact or var.aval.size == size} - {_CONSTANT}
++ own = facts
+test_autocast_linalg.py::test_the_layer_in_front_of_a_product_with_a_solution_is_fp32
+
 solutions that the user rounds are multiplied in FP32
 - return [None if is_rounded else result] * count
 + return [result] * count

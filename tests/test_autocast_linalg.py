@@ -165,6 +165,16 @@ def test_a_product_with_a_solution_is_fp32():
     assert not jaxmp.audit(step, 1.0, recipe="bf16").errors
 
 
+def test_the_layer_in_front_of_a_product_with_a_solution_is_fp32():
+    def layer(w, bias, x):
+        return jax.nn.softmax(2.0 * jax.nn.relu(x @ w + bias[None]), axis=-1) @ jnp.linalg.inv(w)
+
+    args = EYE + B / 9, V, floats(2, 6, seed=6)
+    rows = jaxmp.explain(layer, "bf16")(*args).autocast.rows
+    assert {row.dtype for row in rows} == {"float32"}
+    np.testing.assert_allclose(autocast(layer, "bf16")(*args), layer(*args), rtol=1e-5)
+
+
 def test_what_follows_a_product_with_a_solution_runs_in_16_bits():
     def layers(w, x, rounds):
         q = jnp.linalg.qr(w)[0]

@@ -11,7 +11,6 @@ from jaxmp import _core
 from jaxmp._core import _compat, named
 from jaxmp._programs._analysis import Forward, primitives
 from jaxmp._programs._constructs import CONSTRUCTS
-from jaxmp._programs._distances import SAME
 from jaxmp._programs._interpreter import Frame
 from jaxmp._programs._locations import call_stack
 from jaxmp._programs._matmuls import MATMULS
@@ -41,7 +40,8 @@ class _Solutions(Forward):
         if name in CONSTRUCTS:
             return self.enter(equation, operands, frame)
         pairs = zip(equation.invars, operands, strict=True)
-        facts = {fact for var, fact in pairs if _core.is_float(var.aval)} - {_CONSTANT}
+        pairs = [(var, fact) for var, fact in pairs if _core.is_float(var.aval)]
+        facts = {fact for _, fact in pairs} - {_CONSTANT}
         stack = call_stack(equation) if name in MATMULS else None
         if stack and _SOLUTION in facts:
             # With what another matmul computed for it: `inv(x.T @ x) @ (x.T @ y)`.
@@ -49,8 +49,11 @@ class _Solutions(Forward):
         result = _CONSTANT if not facts else stack
         if name in SOLVERS or facts == {_SOLUTION}:
             result = _SOLUTION
-        elif name in SAME and len(facts) == 1:
-            (result,) = facts
+        elif facts and name not in MATMULS:
+            # A bias or a mean, which has another size, leaves a value that of its matmul.
+            size = equation.outvars[0].aval.size
+            own = {fact for var, fact in pairs if fact or var.aval.size == size} - {_CONSTANT}
+            result = own.pop() if len(own) == 1 else None
         dtypes = {_core.dtype_of(var.aval) for var in equation.outvars}
         is_rounded = not dtypes.isdisjoint(_core.FLOATS_16BIT)
         return [None if is_rounded else result] * count
