@@ -184,6 +184,11 @@ selected values of a loss are rounded
 test_autocast_decisions.py::test_a_loss_selects_values_in_fp32
 """,
     "jaxmp/_autocast/_replay.py": r"""
+autocast does not see the 16-bit matmuls of a custom_vjp
+- if {_programs.array_aval(var).dtype for var in matmul.invars[:2]} == {_core.FLOAT32}:
++ if True:
+test_audit.py::test_the_fix_of_precision_highest_names_who_sets_it
+
 a carried value is weakly typed in the body of a scan
 - return Value(outer.to_aval(value, var.aval))
 + return Value(outer.to_aval(value, var.aval), Priority.ARGUMENT)
@@ -1078,6 +1083,16 @@ the audit does not see differences within a rounded result
 test_audit_plants.py::test_differences_within_a_rounded_result
 """,
     "jaxmp/_tools/audit/_check_matmuls.py": r"""
+the fix of an FP32 matmul names a precision that the line does not set
+- function, context = _library_function(op), "jax.default_matmul_precision('highest')"
++ return "Remove precision=HIGHEST"
+test_audit.py::test_the_fix_of_precision_highest_names_who_sets_it
+
+FP32 matmuls of a library's own choice are reported
+- return is_own_choice or _checks
++ return _checks
+test_audit.py::test_the_fix_of_precision_highest_names_who_sets_it
+
 the axis of vmap is a width
 - if _is_mapped(op) else
 + if False else

@@ -22,6 +22,7 @@ from flax import nnx
 from flax.training.dynamic_scale import DynamicScale
 from jax import lax
 from jax.experimental import pallas as pl
+from jax.experimental.ode import odeint
 from jax.extend.core import Primitive, jaxpr_as_fun
 from jax.sharding import PartitionSpec
 from rich.console import Console
@@ -268,6 +269,39 @@ def test_precision_highest_is_the_authors_choice(dtype, recipe, check):
     assert report.ok and "; the code sets precision=HIGHEST" in finding.message
     text = "Remove precision=HIGHEST, and apply the policies:\n    "
     assert finding.fix.startswith(text) == (dtype == jnp.float32)
+
+
+def resized(x, w, **options):
+    return jax.image.resize(x, (2, 32, 16), "linear", **options) @ w
+
+
+def within_a_context(x, w):
+    with jax.default_matmul_precision("highest"):
+        return x @ w
+
+
+def solved(x, w):
+    field = jaxmp.autocast(lambda y, t: jnp.tanh(y @ w), "bf16")
+    return odeint(field, x, jnp.linspace(0.0, 1.0, 2))[-1]
+
+
+HIGHEST = {
+    "the default of a library": (resized, "Call `resize` with precision=None outside of jax."),
+    "no default": (functools.partial(resized, precision=None), None),
+    "a context": (within_a_context, "Remove precision=HIGHEST or jax.default_matmul_precision("),
+    "inside of a library": (solved, None),
+}
+
+
+@pytest.mark.parametrize("case", HIGHEST)
+def test_the_fix_of_precision_highest_names_who_sets_it(case):
+    fn, fix = HIGHEST[case]
+    loss = lambda x, w: jaxmp.autocast(fn, BF16)(x, w).sum()
+    args = [shape(*size, dtype=jnp.float32) for size in ((2, 16, 16), (16, 16))]
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        report = audit(jax.grad(loss, 1), *args, recipe=BF16)
+    found = [finding.fix for finding in report.findings if finding.check == "fp32_matmul"]
+    assert [text.startswith(fix) for text in found] == [True] * (fix is not None)
 
 
 def test_the_optimizers_own_matmuls_are_not_the_models():

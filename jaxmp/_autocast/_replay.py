@@ -59,9 +59,9 @@ class Autocast(_programs.InPlace):
         self.inside: dict[int, tuple[Any, dict[tuple[str, ...], None]]] = {}
         # Scopes of all equations, for `AutocastConfig.check_required`.
         self.seen: set[tuple[str, ...]] = set()
-        # The last matmul inside a `custom_vjp`; and True if a matmul elsewhere is cast.
-        self.matmul_as_written: JaxprEqn | None = None
-        self.casts_matmul = False
+        # The last FP32 matmul inside a `custom_vjp`; and True if another matmul has fewer bits.
+        self.fp32_matmul: JaxprEqn | None = None
+        self.has_narrow = False
         # True if the function takes a gradient.
         self.has_backward = False
 
@@ -192,7 +192,7 @@ class Autocast(_programs.InPlace):
         else:
             arrays = [env.cast(value, decision.dtype) for value in values]
         if decision.result is not None:
-            self.casts_matmul = True
+            self.has_narrow = True
             out = _products.multiply(equation, arrays, decision, policy, in_fp8)
         else:
             out = _programs.bind(equation, arrays)
@@ -206,7 +206,10 @@ class Autocast(_programs.InPlace):
     ) -> list[Value]:
         """Runs an equation in its recorded dtypes, and records the matmuls inside."""
         for matmul in _products.matmuls_inside(equation):
-            self.matmul_as_written = matmul
+            if {_programs.array_aval(var).dtype for var in matmul.invars[:2]} == {_core.FLOAT32}:
+                self.fp32_matmul = matmul
+            else:
+                self.has_narrow = True
         if self.record is not None:
             self.record.as_recorded(equation, scope_path, IN_RULE)
         policy = self.config.scope_policy((*scope_path, _resolve.IN_CUSTOM_VJP))
@@ -216,11 +219,9 @@ class Autocast(_programs.InPlace):
 
     def uncast_text(self, name: str) -> str:
         """Returns a warning of the function `name` if no matmul is cast; "" in `explain`."""
-        matmul = self.matmul_as_written
+        matmul = self.fp32_matmul
         dtype = self.config.policies.default.compute_dtype
-        if self.lists_calls or not _core.is_16bit(dtype) or self.casts_matmul or matmul is None:
-            return ""
-        if any(_programs.array_aval(var).dtype != _core.FLOAT32 for var in matmul.invars[:2]):
+        if self.lists_calls or not _core.is_16bit(dtype) or self.has_narrow or matmul is None:
             return ""
         file, line = _programs.Lines().of([matmul])
         where, fix = "", f"Cast the arguments of that function: x.astype({dtype.name!r})."

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import itertools
 import math
+from types import CodeType
 
 import jax.numpy as jnp
 
@@ -268,7 +270,19 @@ def _is_fp32_by_design(op: OpOccurrence, matmul: _programs.Matmul, audit: Audito
     is_exact |= ((), _programs.call_site(op.equation)) in exact
     if is_exact or _is_selection(op, use, audit):
         exact.append(key)
-    return _checks.is_internal_matmul(op, matmul) or key in exact
+    function = _library_function(op) if _severity_of(op)[1] else None
+    is_own_choice = function is not None and "precision" not in function.co_varnames
+    return is_own_choice or _checks.is_internal_matmul(op, matmul) or key in exact
+
+
+def _library_function(op: OpOccurrence) -> CodeType | None:
+    """Returns the function that the user's expression calls without a `precision`."""
+    node, is_own = op.expression.node, op.findings.lines.is_own
+    if not isinstance(node, ast.Call) or "precision" in op.expression.text:
+        return None
+    name = ast.unparse(node.func).rpartition(".")[2]
+    codes = itertools.takewhile(lambda code: not is_own(code.co_filename), op.codes)
+    return next((code for code in codes if code.co_name == name), None)
 
 
 def _is_selection(op: OpOccurrence, use: _programs.Use, audit: Auditor) -> bool:
@@ -338,7 +352,7 @@ def _report_fp32(op: OpOccurrence, required: str, flops: int, audit: Auditor) ->
     is_second = not op.is_forward and _programs.call_site(op.equation) in mixed
     own = audit.context.gradient_fix if is_second else _fix_rule(op, audit) or fix_casts(op)
     # With it, autocast keeps FP32 operands.
-    sentence = "Remove precision=HIGHEST, and apply" if precision else "Apply"
+    sentence = f"{_remove_precision(op)}, and apply" if precision else "Apply"
     promoted, code = promotion_fix(op, audit), apply_code(op, audit.context)
     # A rule for the root would reach its own operations alone.
     has_rule = bool(required and op.module) and not promoted
@@ -357,6 +371,16 @@ def _severity_of(op: OpOccurrence) -> tuple[str, str]:
     if options is None or not options.is_highest:
         return _checks.ERROR, ""
     return _checks.WARNING, "; the code sets precision=HIGHEST"
+
+
+def _remove_precision(op: OpOccurrence) -> str:
+    """Returns the first part of the fix of `precision=HIGHEST`."""
+    if "precision" in op.expression.text:
+        return "Remove precision=HIGHEST"
+    function, context = _library_function(op), "jax.default_matmul_precision('highest')"
+    if function is None:
+        return f"Remove precision=HIGHEST or {context}"
+    return f"Call `{function.co_name}` with precision=None outside of {context}"
 
 
 def _fix_rule(op: OpOccurrence, audit: Auditor) -> str:
