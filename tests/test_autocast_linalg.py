@@ -176,15 +176,20 @@ def test_the_layer_in_front_of_a_product_with_a_solution_is_fp32():
 
 
 def test_what_follows_a_product_with_a_solution_runs_in_16_bits():
-    def layers(w, x, rounds):
-        q = jnp.linalg.qr(w)[0]
-        q = jnp.float32(jnp.bfloat16(q)) if rounds else q
-        return jax.nn.relu(x @ w + x @ q) @ w
+    def layers(w, x, make):
+        return jax.nn.relu(x @ w + x @ make(w)) @ w
 
-    for rounds, fp32 in (False, 1), (True, 0):
-        rows = jaxmp.explain(layers, "bf16")(jnp.eye(16), X, rounds).autocast.rows
-        assert sum(row.count for row in rows if row.dtype == "float32") == fp32
-    fn = autocast(functools.partial(layers, rounds=False), "bf16")
+    makes = {
+        jnp.linalg.inv: 1,
+        lambda w: jnp.float32(jnp.bfloat16(jnp.linalg.inv(w))): 0,
+        lambda w: jnp.linalg.qr(w)[0]: 0,
+        lambda w: jnp.linalg.qr(w)[1]: 1,
+    }
+    for make, fp32 in makes.items():
+        rows = jaxmp.explain(layers, "bf16")(jnp.eye(16), X, make).autocast.rows
+        data = [row for row in rows if (2, 16) in row.shapes]
+        assert sum(row.count for row in data if row.dtype == "float32") == fp32
+    fn = autocast(functools.partial(layers, make=jnp.linalg.inv), "bf16")
     assert "bf16[2,16] = add" in str(jax.make_jaxpr(fn)(jnp.eye(16), X))
 
 

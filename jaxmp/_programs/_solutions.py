@@ -20,6 +20,8 @@ SOLVERS = named(
     " householder_product lu ormqr qr schur svd triangular_solve tridiagonal"
     " tridiagonal_solve"
 )
+# Factorizations whose first result is an orthogonal matrix, the Q of QR.
+_ORTHOGONAL = named("householder_product qr")
 # Facts: the value does not depend on an argument; or it is computed from the results of
 # factorizations and solves, and constants, alone.
 _CONSTANT, _SOLUTION = "constant", "solution"
@@ -56,7 +58,11 @@ class _Solutions(Forward):
             result = own.pop() if len(own) == 1 else None
         dtypes = {_core.dtype_of(var.aval) for var in equation.outvars}
         is_rounded = not dtypes.isdisjoint(_core.FLOATS_16BIT)
-        return [None if is_rounded else result] * count
+        results = [None if is_rounded else result] * count
+        if name in _ORTHOGONAL:
+            # With the condition 1: a product with it is as exact as its other operand.
+            results[0] = None
+        return results
 
 
 def products_of_solutions(jaxpr: _compat.AnyJaxpr) -> set[Any]:
