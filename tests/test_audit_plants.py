@@ -586,6 +586,14 @@ def test_gradients_and_their_scale(use, count):
     assert counts.get("scaled_gradients", 0) == count
 
 
+def test_the_gradient_of_a_bias_with_one_element_is_no_norm_of_scaled_gradients():
+    def scaled(params, x):
+        return 256.0 * (loss(params["w"], x, F16) + jnp.sum(params["bias"] ** 2))
+
+    params = {"w": W, "bias": jax.ShapeDtypeStruct((1,), F32)}
+    assert "scaled_gradients" not in checks(jax.grad(scaled), params, X)
+
+
 def test_a_learning_rate_and_a_weight_of_a_loss_are_not_loss_scales():
     def step(w, rate, weight, x):
         value = lambda w: loss(w, x) + weight * jnp.sum(w**2)

@@ -142,12 +142,14 @@ class Traced:
     def maker_of(self, result: _programs.Atom, findings: PendingFindings) -> OpOccurrence | None:
         """Returns the operation that computes a result, inside of the calls that return it."""
         jaxpr, var, op = self.jaxpr, result, None
+        location, locations = _programs.Location(), _programs.Locations()
         while var is not None:
             body = self._body_of(jaxpr)
             maker = body.maker(var)
             if maker is None:
                 break
-            op = OpOccurrence(maker, _programs.Location(), 1, body, findings, op)
+            location = locations.of(maker, location)
+            op = OpOccurrence(maker, location, 1, body, findings, op)
             below, var = var, None
             for inner in _programs.inners(maker)[-1:]:
                 pairs = zip(inner.results, inner.jaxpr.outvars, strict=True)
