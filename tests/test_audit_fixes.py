@@ -523,24 +523,30 @@ def test_the_fix_of_a_step_is_its_own_code(name, tmp_path):
 
 
 class Decay(nn.Module):
-    """Decay of a state-space model: two parameters enter an exponential, one of them a softplus."""
+    """Decay of a state-space model: parameters enter exponentials, a softplus, and a rotation."""
 
     @nn.compact
     def __call__(self, x):
         step = nn.Dense(32)(x) + self.param("step_bias", nn.initializers.normal(), (32,))
         rate = jnp.exp(self.param("log_rate", nn.initializers.normal(), (32,)))
         weights = jax.nn.softmax(x + self.param("bias_of_logits", nn.initializers.normal(), (32,)))
-        return nn.Dense(32)(jnp.exp(-rate * jax.nn.softplus(step)) * weights)
+        phase = self.param("phase", nn.initializers.normal(), (32,))
+        return nn.Dense(32)(jnp.exp(1j * phase - rate * jax.nn.softplus(step)).real * weights)
 
 
 class NnxDecay(nnx.Module):
     def __init__(self, rngs):
-        self.step_bias, self.log_rate = (nnx.Param(jnp.linspace(-3, 0, 32)) for _ in range(2))
+        params = (nnx.Param(jnp.linspace(-3, 0, 32)) for _ in range(3))
+        self.step_bias, self.log_rate, self.phase = params
         self.dense, self.out = (nnx.Linear(32, 32, rngs=rngs) for _ in range(2))
 
     def __call__(self, x):
         step = jax.nn.softplus((self.dense(x) + self.step_bias[...]).astype(jnp.float32))
-        return self.out(jnp.exp(-jnp.exp(self.log_rate[...]) * step))
+        decay = jnp.exp(-jnp.exp(self.log_rate[...]) * step)
+        return self.out(decay * jnp.exp(1j * self.phase[...]).real)
+
+
+PARAMETERS = ("step_bias", "log_rate", "phase")
 
 
 @pytest.mark.usefixtures("standard_promotion", "rank_promotion")
@@ -557,18 +563,20 @@ def test_parameters_that_enter_an_exponential_are_read_in_fp32(is_nnx, name):
             apply = lambda params: nnx.merge(graph, params)(x)
         else:
             model = recipe.wrap(Decay())
-            params, apply = model.init(jax.random.key(0), x), lambda params: model.apply(params, x)
+            params = model.init(jax.random.key(0), x)["params"]
+            apply = lambda params: model.apply({"params": params}, x)
         loss = lambda params: (apply(params) ** 2).mean()
         report = jaxmp.audit(jax.grad(loss), recipe.cast_params(params), recipe=recipe)
         fixes = "".join(error.fix for error in report.errors)
         return {ast.unparse(call) for call in calls_of(fixes)}
 
     dtypes = "c=f32" if name == "bf16" else "p=f32,c=f32"
-    expected = {f"jaxmp.Rule('**:{path}', '{dtypes}')" for path in ("step_bias", "log_rate")}
+    paths = PARAMETERS if name == "bf16" else PARAMETERS[:2]
+    expected = {f"jaxmp.Rule('**:{path}', '{dtypes}')" for path in paths}
     assert rules_for([]) >= expected and not any("logits" in rule for rule in rules_for([]))
     assert not rules_for([eval(rule) for rule in expected])
     # Read in FP32 alone, a parameter is what it was rounded to.
-    read = [jaxmp.Rule(f"**:{path}", "c=f32") for path in ("step_bias", "log_rate")]
+    read = [jaxmp.Rule(f"**:{path}", "c=f32") for path in paths]
     assert rules_for(read) >= (set() if name == "bf16" else expected)
 
 

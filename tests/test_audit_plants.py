@@ -281,6 +281,12 @@ INDICES = jnp.zeros(600, jnp.int32)
         (lambda m: one_pass(m.astype(F32)), None),
         (lambda m: jnp.cos(m[:, :1].astype(F32) * FREQUENCIES.astype(BF16)), "rounded_input"),
         (lambda m: jnp.cos(m[:, :1].astype(F32) * FREQUENCIES), None),
+        (
+            lambda m: jnp.exp(lax.complex(*2 * [FREQUENCIES.astype(BF16).astype(F32)])).imag,
+            "rounded_input",
+        ),
+        (lambda m: jnp.exp(1j * FREQUENCIES.astype(BF16)).imag, "rounded_input"),
+        (lambda m: jnp.exp(1j * m[:, :1].astype(F32) * FREQUENCIES), None),
         (lambda m: m[:, :1] * jnp.sqrt(1 - FREQUENCIES.astype(BF16)), "rounded_input"),
         (lambda m: m[0, 0] * jnp.arccos(FREQUENCIES.astype(BF16)), "rounded_input"),
         (lambda m: m * ball_radius(FREQUENCIES.astype(BF16).astype(F32)), "rounded_input"),

@@ -15,17 +15,22 @@ from jaxmp._tools.audit import _auditor, _check_ops, _checks, _dataflow, _labels
 ROUNDED_INPUT = _checks.Check(
     id="rounded_input",
     explanation="An FP32 argument, frequency or table is rounded to 16 bits before its sine,"
-    " cosine, arccos, arctanh or a root, logarithm or arccosh of 1 - x or 1 - x**2 is computed: a"
-    " time step of 257 becomes 256 in bfloat16.",
+    " cosine, complex exponential, arccos, arctanh or a root, logarithm or arccosh of 1 - x or"
+    " 1 - x**2 is computed: a time step of 257 becomes 256 in bfloat16.",
     fix="jaxmp.Rule('', keep_inputs=['t'])",
 )
 
 
-@ROUNDED_INPUT.on_operation(*_checks.PERIODIC)
+@ROUNDED_INPUT.on_operation(*_checks.PERIODIC, "exp")
 def check_rounding(op: _checks.OpOccurrence, audit: _auditor.Auditor) -> None:
-    """Reports a periodic function of an argument that was rounded to 16 bits."""
-    operands = op.operands[:1] if op.is_forward else ()
-    for label in audit.flow.labels(_labels.RoundedInput, *operands):
+    """Reports a periodic function, such as a complex exponential, of a rounded argument."""
+    arguments = _phases(op) if op.name == "exp" else op.operands[:1]
+    operands = arguments if op.is_forward else ()
+    values = audit.flow.labels(RoundedValue, *operands)
+    by_policy = [v for v in values if not v.op.is_own_call and not _origins.is_in_flax(v.op)]
+    rules = {value: _check_ops.keep_parameter(value.op, audit) for value in by_policy}
+    inputs = audit.flow.labels(_labels.RoundedInput, *operands)
+    for label in () if any(rules.values()) else inputs:
         source, dtype = label.input, label.dtype
         example = "257 becomes 256" if dtype == "bfloat16" else "2049 becomes 2048"
         message = f"argument {source.location} is rounded to {dtype} before {op.name}: {example}."
@@ -33,19 +38,33 @@ def check_rounding(op: _checks.OpOccurrence, audit: _auditor.Auditor) -> None:
         fix = _keep_input(source.name, kept, first, audit)
         fix = fix or _origins.fix_rounding(first)
         fix = fix or _origins.fix_operation(op, dtype)
-        rounded = [x.fix for x in audit.flow.labels(RoundedValue, *operands)]
+        rounded = [value.fix for value in values]
         fix = fix if op.location.names or label.product or not rounded else rounded[0]
         # The FP32 sine of coordinates near 1 is off by no more than they are.
         is_wide = label.product is not None and _checks.half_of(operands) is None
         audit.add(ROUNDED_INPUT, op, message, fix, severity=_rows.WARNING if is_wide else "")
         return
-    for value in audit.flow.labels(RoundedValue, *operands):
-        if not value.op.is_own_call and not _origins.is_in_flax(value.op):  # A policy casts it.
-            rule = _check_ops.keep_parameter(value.op, audit)
-            if not rule and not value.op.module:
-                rule = _keep_input("", value.op.dtype.name, op, audit)
-            value.remedy = rule or value.remedy
+    for value in values:
+        rule = rules.get(value, "")
+        if value in rules and not rule and not value.op.module:
+            rule = _keep_input("", value.op.dtype.name, op, audit)
+        value.remedy = rule or value.remedy
         value.report(f", and its {op.name} is computed at {op.where}")
+
+
+def _phases(op: _checks.OpOccurrence) -> list[_programs.Atom]:
+    """Returns the real arrays that the phase of a complex exponential is a multiple of."""
+    if not jnp.issubdtype(op.dtype, jnp.complexfloating):
+        return []
+    makers = list(_check_ops.made_of(op.operands[0], op.body, _PHASES))
+    phases = [e.invars[1] for e in makers if e.primitive.name == "complex"]
+    factors = [v for e in makers if e.primitive.name == "mul" for v in e.invars]
+    casts = [op.made_by(v, _checks.LAYOUT - _CASTS) for v in factors]
+    return phases + [cast.operands[0] for cast in casts if cast and cast.name in _CASTS]
+
+
+_CASTS = _core.named("convert_element_type")
+_PHASES = _checks.LAYOUT | _core.named("add sub mul neg complex")
 
 
 @ROUNDED_INPUT.on_operation("dot_general")

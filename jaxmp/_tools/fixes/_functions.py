@@ -151,7 +151,7 @@ EMBEDDINGS = frozenset(("flax.linen.Embed", "flax.nnx.Embed"))
 # Constructors such as `jnp.float16(x)`.
 DTYPES = frozenset(f"jax.numpy.{name}" for name in ("float16", "bfloat16", "float32"))
 # Functions that return their first argument in the dtype of their second one.
-CASTS = frozenset(("jax.lax.convert_element_type", "jax.numpy.asarray", "jax.numpy.array"))
+CASTS = frozenset(("jax.numpy.asarray", "jax.numpy.array"))
 # Usual names of modules, for files whose imports do not show them, such as `from x import *`.
 COMMON_NAMES: Mapping[str, str] = {
     "jax": "jax",
@@ -182,12 +182,13 @@ def arguments_of(node: ast.Call, name: str, row: Function) -> list[ast.expr]:
 
 
 def _parameters_of(name: str) -> list[str]:
-    """Returns the names of a function's parameters; none if it is not imported."""
+    """Returns the names of a function's positional parameters; none if it is not imported."""
     module, _, attributes = name.partition(".")
     function: Any = sys.modules.get(module)
     for attribute in attributes.split("."):
         function = getattr(function, attribute, None)
     try:
-        return list(inspect.signature(function).parameters)
+        parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):
         return []
+    return [each.name for each in parameters if each.kind < each.VAR_POSITIONAL]

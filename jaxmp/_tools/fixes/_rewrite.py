@@ -145,8 +145,8 @@ def _in_dtype(node: ast.expr, dtype: str, expression: Expression) -> ast.expr:
     target = parsed(f"jnp.{dtype}")
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
         name = expression.name_of(node.func)
-        if node.func.attr == "astype":
-            return ast.Call(node.func, [target], [])
+        if node.func.attr in _CASTS:
+            return _recast(node, dtype)
         if name in _functions.DTYPES:
             return ast.Call(target, node.args, [])
         if name in _functions.CASTS and node.args:
@@ -194,7 +194,7 @@ def _widened(expression: Expression) -> ast.expr | None:
     if not isinstance(node, ast.Call):
         return None
     function = node.func
-    is_cast = isinstance(function, ast.Attribute) and function.attr == "astype"
+    is_cast = isinstance(function, ast.Attribute) and function.attr in _CASTS
     name, row = known_function(expression)
     if is_cast or name in _functions.DTYPES:
         # A cast to integers reads what was rounded before.
@@ -317,9 +317,9 @@ class _FiniteNumbers(ast.NodeTransformer):
 def cast(array: ast.expr, dtype: str = "float32") -> ast.expr:
     """Returns code for a cast of an array; before a bound, which 16 bits may round to 1 or 0."""
     function = array.func if isinstance(array, ast.Call) else None
-    if dtype == "float32" and isinstance(function, ast.Attribute) and function.attr == "astype":
+    if dtype == "float32" and isinstance(function, ast.Attribute) and function.attr in _CASTS:
         # A wider cast of what is already rounded would not help.
-        return ast.Call(function, [_WIDE], [])
+        return _recast(array, dtype)
     if dtype == "float32" and isinstance(function, ast.Attribute) and function.attr in _BOUNDS:
         assert isinstance(array, ast.Call)
         first, *bounds = array.args or [_WIDE]
@@ -333,6 +333,14 @@ def cast(array: ast.expr, dtype: str = "float32") -> ast.expr:
 
 
 _BOUNDS = ("clip", "maximum", "minimum")
+# The last argument of these methods and functions is the dtype of their result.
+_CASTS = ("astype", "convert_element_type")
+
+
+def _recast(call: ast.Call, dtype: str) -> ast.Call:
+    """Returns a cast, such as `x.astype(d)` or `jnp.astype(x, d)`, to another dtype."""
+    count = len(call.args) + any(keyword.arg in ("dtype", "new_dtype") for keyword in call.keywords)
+    return ast.Call(call.func, [*call.args[: count - 1], parsed(f"jnp.{dtype}")], [])
 
 
 def _is_number(node: ast.expr) -> bool:
