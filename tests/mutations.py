@@ -999,6 +999,12 @@ an audit reads the first phase of a recipe for all
 test_phases.py::test_the_audit_reads_each_phase
 """,
     "jaxmp/_tools/audit/_auditor.py": r"""
+the rule of a fix contains scopes that are no modules
+- return modules if self.modules else path
++ return path
+test_audit_fixes.py::test_a_rule_of_a_fix_names_the_module_without_other_scopes
+test_audit_fixes.py::test_parameters_that_enter_an_exponential_are_read_in_fp32
+
 the audit reports the gradients of an outer product
 - (not op.is_backward or self.matmul_calls.get(call, True))
 + True
@@ -1054,6 +1060,11 @@ test_audit_fixes.py::test_the_fix_of_a_step_is_its_own_code
 the audit does not see the squares of a rounded array before arccosh
 - square integer_pow reduce_sum
 + square
+test_audit_plants.py::test_defects_in_parts_of_programs
+
+the audit does not know the phase of a complex exponential
+- if e.primitive.name == "mul" for v in e.invars]
++ if e.primitive.name == "div" for v in e.invars]
 test_audit_plants.py::test_defects_in_parts_of_programs
 
 the rule of a rounded argument has its name in the loss
@@ -1396,12 +1407,23 @@ a quotient by sums of other rows becomes a softmax
 test_nonfinite.py::test_steps_that_overflow_become_one_function
 """,
     "jaxmp/_tools/fixes/_functions.py": r"""
+the fix of an einsum casts its keyword arguments
+- if each.kind < each.VAR_POSITIONAL]
++ if each.name]
+test_audit_steps.py::test_the_fix_of_a_matmul_casts_both_operands
+
 an update of indexed elements has a fix in words alone
 - at.add at.subtract
 + at.subtract
 test_audit_fixes.py::test_the_fixes_of_sums_of_segments
 """,
     "jaxmp/_tools/fixes/_rewrite.py": r"""
+the fix of `jnp.astype(x, d)` loses its array
+- [*call.args[: count - 1], parsed(
++ [parsed(
+test_audit_steps.py::test_the_fix_of_a_matmul_casts_both_operands
+test_audit_steps.py::test_fixes_of_16_bit_operations
+
 a fix casts the narrow operand
 - chosen = [operands[index] for
 + chosen = [operands[1 - index] for

@@ -192,7 +192,7 @@ def audit_program(
         """Traces the function, and walks over its program."""
         with _trial.without_collection():
             traced = _trace.trace(fn, args, kwargs)
-            auditor = _auditor.Auditor(context.of_program(traced.closed))
+            auditor = _auditor.Auditor(context.of_program(traced.closed, traced.module_paths()))
             auditor.findings.reads_source = has_fixes
             _check_state.label_arguments(auditor, traced)
             # Masks that attention makes for its own derivative are not the model's.

@@ -23,7 +23,11 @@ class PolicyContext:
     """Policies that a program is checked against, and the dtypes that they allow."""
 
     def __init__(
-        self, recipe: _load.RecipeData | None, target: str = "cpu", text: str = "'bf16'"
+        self,
+        recipe: _load.RecipeData | None,
+        target: str = "cpu",
+        text: str = "'bf16'",
+        modules: frozenset[str] = frozenset(),
     ) -> None:
         self.recipe = recipe
         self.policies = None if recipe is None else recipe.policies
@@ -33,6 +37,8 @@ class PolicyContext:
         # The policies in the user's code: "'bf16'", or "recipe"; and code that applies them to a
         # model, to a function, and to a loss function.
         self.text = text
+        # Paths of the modules among the arguments; empty if they are not known.
+        self.modules = modules
         self.wrap_code = f"model = jaxmp.load_recipe({text}).wrap(model)"
         self.autocast_code = f"fn = jaxmp.autocast(fn, {text})"
         self.loss_code = f"loss_fn = jaxmp.autocast(loss_fn, {text})"
@@ -59,13 +65,12 @@ class PolicyContext:
                 dtypes.add(other.compute_dtype)
         return frozenset(dtypes)
 
-    def of_program(self, jaxpr: ClosedJaxpr) -> PolicyContext:
+    def of_program(self, jaxpr: ClosedJaxpr, modules: frozenset[str]) -> PolicyContext:
         """Returns the context of a program: without a recipe, code for float16 names fp16."""
         results = (var for equation in _programs.equations(jaxpr) for var in equation.outvars)
         dtypes = (getattr(var.aval, "dtype", None) for var in results)
-        if self.recipe is not None or _core.FLOAT16 not in dtypes:
-            return self
-        return PolicyContext(None, self.target, "'fp16'")
+        is_fp16 = self.recipe is None and _core.FLOAT16 in dtypes
+        return PolicyContext(self.recipe, self.target, "'fp16'" if is_fp16 else self.text, modules)
 
     def with_rule(self, rule: str) -> str:
         """Returns code that adds a rule, which precedes those of the policies."""
@@ -93,7 +98,20 @@ class PolicyContext:
     def resolve(self, names: _programs.Path) -> _resolve.ResolvedPolicy:
         """Resolves the policy of name scopes."""
         assert self.policies is not None
-        return _resolve.resolve_first(self.policies, _programs.module_paths_of(names))
+        paths = [*_programs.module_paths_of(names), self.rule_path(names)]
+        return _resolve.resolve_first(self.policies, paths)
+
+    def rule_path(self, names: _programs.Path) -> str:
+        """Returns the path by which rules find a module; "" for the root.
+
+        If the modules are known, it does not contain other scopes of `jax.named_scope`.
+        """
+        path = _programs.module_paths_of(names)[0]
+        modules = ""
+        for name in path.split("/"):
+            inner = f"{modules}/{name}".lstrip("/")
+            modules = inner if inner in self.modules else modules
+        return modules if self.modules else path
 
 
 def _before_cast(var: _programs.Atom, op: _checks.OpOccurrence) -> _programs.Atom:

@@ -163,7 +163,8 @@ def _note_tokens(op: OpOccurrence, audit: Auditor) -> tuple[int, int]:
 
 
 def _exclude(op: OpOccurrence, audit: Auditor) -> str:
-    code = audit.context.with_rule(f"jaxmp.Rule({op.module!r}, 'matmul=default')")
+    path = audit.context.rule_path(op.location.names)
+    code = audit.context.with_rule(f"jaxmp.Rule({path!r}, 'matmul=default')")
     return f"Exclude the module by a rule:\n    {code}"
 
 

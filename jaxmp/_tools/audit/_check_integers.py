@@ -154,8 +154,9 @@ def _keep_input(name: str, dtype: str, op: _checks.OpOccurrence, audit: _auditor
     read = op.expression.argument
     names = [n for n in (read, name) if n in arguments][:1] or arguments
     rules = [f"jaxmp.Rule('', keep_inputs={names})"]
-    if op.module:
-        rules.append(f"jaxmp.Rule({op.module!r}, 'c=f32,o={dtype}')")
+    path = audit.context.rule_path(op.location.names)
+    if path:
+        rules.append(f"jaxmp.Rule({path!r}, 'c=f32,o={dtype}')")
     rule = audit.context.with_rule(", ".join(rules))
     return f"Keep the argument of the model in FP32, by rules of the recipe:\n    {rule}"
 

@@ -311,7 +311,7 @@ def label_softplus(op: OpOccurrence, audit: Auditor) -> None:
 
 
 def _fix_output(op: OpOccurrence, audit: Auditor) -> str:
-    context, path = audit.context, op.module
+    context, path = audit.context, audit.context.rule_path(op.location.names)
     # The rule does not help where a policy returns FP32 already, but does not reach the layer, or
     # where the line of the user contains the matmul itself.
     has_rule = context.policies is not None and context.resolve(op.location.names).wide_output

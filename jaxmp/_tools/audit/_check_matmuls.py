@@ -355,11 +355,12 @@ def _report_fp32(op: OpOccurrence, required: str, flops: int, audit: Auditor) ->
     sentence = f"{_remove_precision(op)}, and apply" if precision else "Apply"
     promoted, code = promotion_fix(op, audit), apply_code(op, audit.context)
     # A rule for the root would reach its own operations alone.
-    has_rule = bool(required and op.module) and not promoted
+    path = audit.context.rule_path(op.location.names)
+    has_rule = bool(required and path) and not promoted
     code = f"{sentence} the policies:\n    " * (has_rule or bool(precision)) + code
     fix = promoted or own or code
     if has_rule:
-        code = audit.context.with_rule(f"jaxmp.Rule({op.module!r}, 'c=f32')")
+        code = audit.context.with_rule(f"jaxmp.Rule({path!r}, 'c=f32')")
         fix += f"\nOr keep the module in FP32 by a rule:\n    {code}"
     severity = _checks.NOTE if is_second else severity
     audit.add(FP32_MATMUL, op, message, fix, severity=severity, flops=flops)

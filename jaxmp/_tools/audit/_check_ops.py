@@ -300,11 +300,12 @@ def keep_parameter(op: _checks.OpOccurrence, audit: _auditor.Auditor) -> str:
     """
     if not op.location.names or audit.context.policies is None:
         return ""
-    names = tuple(op.module.split("/"))
+    path = audit.context.rule_path(op.location.names)
+    names = tuple(path.split("/"))
     for label in audit.flow.labels(_labels.Summand, *op.operands):
         owner = label.owner
         is_root = not owner or owner[-1] in _ROOTS or owner[-1].isdigit()
-        if owner[-len(names) :] == names or (not op.module and is_root):
+        if owner[-len(names) :] == names or (not path and is_root):
             # Read in FP32 alone, it would be what the policy rounded to store it.
             is_stored = _core.is_16bit(audit.context.policies.default.param_dtype)
             dtypes = "p=f32," * is_stored + "c=f32"

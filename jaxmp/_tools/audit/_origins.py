@@ -270,7 +270,8 @@ def _at_origins(
         if any(expression.place == other.place for other, _ in parts):
             continue
         for n, (outer, text) in enumerate(parts):
-            if outer.place[:2] == expression.place[:2] and expression.text in text:
+            is_done = outer.contains(expression) and changed in text
+            if is_done or (outer.place[:2] == expression.place[:2] and expression.text in text):
                 text = _source.with_inner(text, expression.text, changed)
                 parts[n] = outer, outer.replaced_by(text)
                 break

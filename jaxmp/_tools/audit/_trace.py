@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import inspect
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -52,6 +53,17 @@ class Traced:
         values = [*self.arguments[0], *self.arguments[1].values()]
         names = [{cls.__module__ for cls in type(value).__mro__} for value in values]
         return sum(any(n.startswith(("flax.nnx", "jaxmp.nnx")) for n in each) for each in names)
+
+    def module_paths(self) -> frozenset[str]:
+        """Returns the paths of modules of Flax NNX among the arguments, and of their parts."""
+        nnx = sys.modules.get("flax.nnx")
+        if nnx is None or not self.nnx_count:
+            return frozenset()
+        values = [*self.arguments[0], *self.arguments[1].values()]
+        modules = (nnx.iter_modules(v) for v in values if isinstance(v, nnx.Module))
+        paths = [tuple(map(str, path)) for each in modules for path, _ in each]
+        paths += [tuple(_core.path_names(leaf.path)[2:]) for leaf in self.leaves]
+        return frozenset("/".join(p[: n + 1]) for p in paths for n in range(len(p)))
 
     @property
     def variables(self) -> Sequence[_programs.Atom]:
