@@ -19,7 +19,7 @@ from jaxmp._programs import _jaxprs
 _LIBRARIES = (
     *("jax", "jaxlib", "flax", "optax", "jaxmp", "chex", "equinox", "haliax", "jaxtyping"),
     *("beartype", "distrax", "einops", "haiku", "rlax", "typer", "click", "blackjax", "diffrax"),
-    *("jaxopt", "lineax", "optimistix"),
+    *("jaxopt", "lineax", "optimistix", "qwix"),
 )
 
 

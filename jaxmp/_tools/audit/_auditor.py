@@ -23,11 +23,7 @@ class PolicyContext:
     """Policies that a program is checked against, and the dtypes that they allow."""
 
     def __init__(
-        self,
-        recipe: _load.RecipeData | None,
-        target: str = "cpu",
-        text: str = "'bf16'",
-        modules: frozenset[str] = frozenset(),
+        self, recipe: _load.RecipeData | None, target: str = "cpu", text: str = "'bf16'"
     ) -> None:
         self.recipe = recipe
         self.policies = None if recipe is None else recipe.policies
@@ -38,7 +34,7 @@ class PolicyContext:
         # model, to a function, and to a loss function.
         self.text = text
         # Paths of the modules among the arguments; empty if they are not known.
-        self.modules = modules
+        self.modules = frozenset[str]()
         self.wrap_code = f"model = jaxmp.load_recipe({text}).wrap(model)"
         self.autocast_code = f"fn = jaxmp.autocast(fn, {text})"
         self.loss_code = f"loss_fn = jaxmp.autocast(loss_fn, {text})"
@@ -70,7 +66,9 @@ class PolicyContext:
         results = (var for equation in _programs.equations(jaxpr) for var in equation.outvars)
         dtypes = (getattr(var.aval, "dtype", None) for var in results)
         is_fp16 = self.recipe is None and _core.FLOAT16 in dtypes
-        return PolicyContext(self.recipe, self.target, "'fp16'" if is_fp16 else self.text, modules)
+        context = PolicyContext(self.recipe, self.target, "'fp16'" if is_fp16 else self.text)
+        context.modules = modules
+        return context
 
     def with_rule(self, rule: str) -> str:
         """Returns code that adds a rule, which precedes those of the policies."""

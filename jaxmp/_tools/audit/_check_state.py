@@ -149,7 +149,7 @@ def check_unused_scale(audit: _auditor.Auditor, traced: Traced) -> Iterator[Find
             continue
         message = f"the dynamic loss scale at {location} is not applied to the loss, so small"
         message += " float16 gradients underflow."
-        yield UNUSED_LOSS_SCALE.finding(message, _FIX_NNX * bool(traced.nnx_count))
+        yield UNUSED_LOSS_SCALE.finding(message, _FIX_NNX * bool(traced.nnx_objects))
 
 
 def _optimizer_state_finding(
@@ -417,7 +417,7 @@ def check_missing_scale(audit: _auditor.Auditor, traced: Traced) -> Iterable[Fin
     message = "the backward pass multiplies in float16 without a loss scale: gradients below 6e-8"
     fix = "grads = jaxmp.grad(loss_fn, loss_scale=jaxmp.StaticLossScale(2.0**12))(params)"
     fix = "" if any(step.in_optimizer) else fix
-    if traced.nnx_count:
+    if traced.nnx_objects:
         fix = f"tx = jaxmp.load_recipe('fp16').optimizer(tx)\n{_FIX_NNX}"
     yield MISSING_LOSS_SCALE.finding(f"{message} become zero.", fix, op)
 

@@ -133,7 +133,7 @@ def make_report(
         lines = auditor.fp8.items()
         fp8 = {(module_of(names), phase, *line): dtype for (names, phase, line), dtype in lines}
         program = _check_compiled.CompiledProgram(
-            compilation, tuple(findings), fp8, compiled, traced.nnx_count
+            compilation, tuple(findings), fp8, compiled, len(traced.nnx_objects)
         )
         findings += [f for function in _checks.ON_COMPILED for f in function(program, auditor)]
         rows = compilation._asdict() | {"gpu": _gpu_text(compiled)}

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import inspect
+import re
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -47,21 +48,19 @@ class Traced:
         """The jaxpr without its constants."""
         return _compat.jaxpr_body(self.closed)[0]
 
-    @property
-    def nnx_count(self) -> int:
-        """The number of arguments that are objects of Flax NNX or of `jaxmp.nnx`."""
+    @functools.cached_property
+    def nnx_objects(self) -> tuple[Any, ...]:
+        """The arguments that are objects of Flax NNX or of `jaxmp.nnx`."""
+        names = lambda value: " ".join(cls.__module__ for cls in type(value).__mro__)
         values = [*self.arguments[0], *self.arguments[1].values()]
-        names = [{cls.__module__ for cls in type(value).__mro__} for value in values]
-        return sum(any(n.startswith(("flax.nnx", "jaxmp.nnx")) for n in each) for each in names)
+        return tuple(v for v in values if re.search(r"\b(flax|jaxmp)\.nnx\b", names(v)))
 
     def module_paths(self) -> frozenset[str]:
         """Returns the paths of modules of Flax NNX among the arguments, and of their parts."""
-        nnx = sys.modules.get("flax.nnx")
-        if nnx is None or not self.nnx_count:
+        if not self.nnx_objects:
             return frozenset()
-        values = [*self.arguments[0], *self.arguments[1].values()]
-        modules = (nnx.iter_modules(v) for v in values if isinstance(v, nnx.Module))
-        paths = [tuple(map(str, path)) for each in modules for path, _ in each]
+        modules = sys.modules["flax.nnx"].iter_modules(self.nnx_objects)
+        paths = [tuple(map(str, path[1:])) for path, _ in modules]
         paths += [tuple(_core.path_names(leaf.path)[2:]) for leaf in self.leaves]
         return frozenset("/".join(p[: n + 1]) for p in paths for n in range(len(p)))
 
