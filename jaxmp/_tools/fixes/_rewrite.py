@@ -319,6 +319,7 @@ def cast(array: ast.expr, dtype: str = "float32") -> ast.expr:
     function = array.func if isinstance(array, ast.Call) else None
     if dtype == "float32" and isinstance(function, ast.Attribute) and function.attr in _CASTS:
         # A wider cast of what is already rounded would not help.
+        assert isinstance(array, ast.Call)
         return _recast(array, dtype)
     if dtype == "float32" and isinstance(function, ast.Attribute) and function.attr in _BOUNDS:
         assert isinstance(array, ast.Call)
