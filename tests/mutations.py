@@ -772,6 +772,11 @@ autocast forgets the uses of what a loop carries
 + new[n] = known[n]
 test_autocast_decisions.py::test_a_decision_in_the_next_iteration
 
+an array that a loop returns is another one
+- if n is not None and n >= first and result >= len(inner.carried):
++ if False:
+test_fp32_gradients.py::test_weights_that_a_scan_returns_are_not_copied
+
 facts do not return to the start of a loop
 - new[argument] = self.join(args[argument], results[n])
 + pass

@@ -252,7 +252,7 @@ def test_what_cannot_be_differentiated_is_refused():
         jaxmp.nnx.value_and_grad(lambda m, x: m(x).sum(), 2.0**8)
     with pytest.raises(jaxmp.JaxmpError, match="microbatches=0"):
         jaxmp.nnx.value_and_grad(lambda m, x: m(x).sum(), microbatches=0)
-    with pytest.raises(jaxmp.JaxmpError, match=r"must return .loss, aux.; it returned"):
+    with pytest.raises(jaxmp.JaxmpError, match=r"must return .loss, aux., but it returned"):
         jaxmp.nnx.value_and_grad(lambda m, x: m(x).sum(), has_aux=True)(model, X)
     with pytest.raises(jaxmp.JaxmpError, match="has_aux=True"):
         jaxmp.nnx.value_and_grad(lambda m, x: (m(x).sum(), x))(model, X)

@@ -26,7 +26,7 @@ from jaxmp._flax._nnx_writes import (
     take_objects,
 )
 from jaxmp._flax._shardings import constrain_variable
-from jaxmp._gradients import _dynamic_loss_scale, _value_and_grad
+from jaxmp._gradients import _dynamic_loss_scale, _evaluate, _value_and_grad
 from jaxmp.errors import JaxmpError
 from jaxmp.fp8 import _overwritten
 
@@ -332,7 +332,7 @@ class _Call:
             objects = context.unflatten(self.graphdef, inner)
         inner_args = self._inner_args(pure_args, objects)
         out = self.gradient.fn(*inner_args, **put_objects(kwargs, objects))
-        loss, aux = self._split_aux(out)
+        loss, aux = _evaluate.split_aux(out, self.gradient.has_aux)
         aux_objects: list[Any] = []
         aux = take_objects(aux, aux_objects)
         with nnx.split_context(_TAG) as context:
@@ -378,16 +378,6 @@ class _Call:
                     "cannot pass from one microbatch to the next. Create it before the first step, "
                     "or return it as auxiliary data (has_aux=True)."
                 )
-
-    def _split_aux(self, out: PyTree) -> tuple[PyTree, PyTree]:
-        if not self.gradient.has_aux:
-            return out, None
-        if not (isinstance(out, tuple) and len(out) == 2):
-            raise JaxmpError(
-                "With has_aux=True the function must return (loss, aux); it returned a "
-                f"{type(out).__name__}. Return a pair, or leave has_aux=True out."
-            )
-        return out
 
     # Outside the differentiated function.
 

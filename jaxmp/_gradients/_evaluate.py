@@ -94,9 +94,14 @@ def differentiate(
     run = fn_of_inputs
     is_converted = any(inputs[n] is not args[i] for n, i in enumerate(options.argnums))
     with _overwritten.explain_fm32() if is_converted else contextlib.nullcontext():
-        if not _core.is_16bit(options.reduce_dtype):
-            widen = options.widen_params or is_on_several_devices(args, kwargs)
-            run, inputs = with_fp32_gradients(run, inputs, regather=options.regather, widen=widen)
+        widen = options.widen_params or is_on_several_devices(args, kwargs)
+        dtypes = _core.CASTABLE if widen else {_core.FLOAT32}
+        if _core.is_16bit(options.reduce_dtype):
+            dtypes = set()
+        returns = options.mutable_argnum is not None
+        run, inputs = with_fp32_gradients(
+            run, inputs, dtypes, regather=options.regather, returns_inputs=returns
+        )
         loss, backward, (weight, aux) = jax.vjp(run, *inputs, has_aux=True)
     check_matmuls(described, backward)
     cotangent, _ = _cotangent_and_unscale(loss, options)
@@ -350,12 +355,7 @@ def _add(total: tuple[Any, ...], new: tuple[Any, ...]) -> tuple[Any, ...]:
 
 def parse_result(out: PyTree, options: Options) -> tuple[jax.Array, jax.Array | None, PyTree]:
     """Splits the result of a loss function into FP32 loss, FP32 weight or None, and aux."""
-    if options.has_aux and not (isinstance(out, tuple) and len(out) == 2):
-        raise JaxmpError(
-            "With has_aux=True the function must return (loss, aux), but it returned "
-            f"{describe(out)}."
-        )
-    loss, aux = out if options.has_aux else (out, None)
+    loss, aux = split_aux(out, options.has_aux)
     if not options.weighted:
         if isinstance(loss, (tuple, list)):
             raise _tuple_for_loss(loss, options)
@@ -369,6 +369,16 @@ def parse_result(out: PyTree, options: Options) -> tuple[jax.Array, jax.Array | 
         )
     weight = lax.stop_gradient(_scalar(loss[1], "weight"))
     return _scalar(loss[0], "loss"), weight, aux
+
+
+def split_aux(out: PyTree, has_aux: bool) -> tuple[PyTree, PyTree]:
+    """Splits the result of a loss function into the loss and aux, or None."""
+    if has_aux and not (isinstance(out, tuple) and len(out) == 2):
+        raise JaxmpError(
+            "With has_aux=True the function must return (loss, aux), but it returned "
+            f"{describe(out)}. Return a pair, or leave has_aux=True out."
+        )
+    return out if has_aux else (out, None)
 
 
 def _tuple_for_loss(loss: tuple[PyTree, ...] | list[PyTree], options: Options) -> JaxmpError:

@@ -38,7 +38,7 @@ import jax.numpy as jnp
 
 from jaxmp._core import _compat
 from jaxmp._core._compat import AnyJaxpr, JaxprEqn
-from jaxmp._programs._constructs import Inner, inners
+from jaxmp._programs._constructs import Form, Inner, form_of, inners
 from jaxmp._programs._interpreter import PROGRAM, Frame, Interpreter, Place, Start
 from jaxmp._programs._jaxprs import BACKWARD, FORWARD, Atom, Equation, Path, equations, is_literal
 from jaxmp._programs._locations import FULL_PRECISION
@@ -197,6 +197,39 @@ class Forward(Interpreter):
                 break
             args = new
         return [args[n] for n in inner.carried] if inner.may_be_skipped else results
+
+
+# Constructs whose results may be their operands. The derivative of others may be another one.
+_RETURNING = {Form.CALL, Form.REMAT, Form.SCAN}
+
+
+class _Returned(Forward):
+    """For each variable, the index of the argument that it is; None if it is computed."""
+
+    def equation(self, equation: JaxprEqn, operands: list[Any], frame: Frame) -> list[Any]:
+        return with_returned(equation, operands, self.bound(equation, operands))
+
+
+def returned_arguments(jaxpr: AnyJaxpr) -> list[int | None]:
+    """Returns for each result the index of the argument that it is; None if it is computed."""
+    body, _ = _compat.jaxpr_body(jaxpr)
+    return _Returned().run(body, range(len(body.invars)))
+
+
+def with_returned(equation: JaxprEqn, operands: list[Any], results: list[Any]) -> list[Any]:
+    """Returns the results of an operation; those that are operands are the operands themselves.
+
+    Calls may return operands, and scans the arrays of which they return all rows.
+    """
+    if form_of(equation) not in _RETURNING:
+        return results
+    (inner,) = inners(equation)
+    args = [None if n is None else operands[n] for n in inner.indices]
+    first = inner.carried.stop if inner.form is Form.SCAN else 0
+    for result, n in enumerate(returned_arguments(inner.jaxpr)):
+        if n is not None and n >= first and result >= len(inner.carried):
+            results[result] = args[n]
+    return results
 
 
 class Backward:

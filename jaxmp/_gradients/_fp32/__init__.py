@@ -14,7 +14,7 @@ them.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Set
 
 import jax
 import jax.numpy as jnp
@@ -44,7 +44,12 @@ def is_on_several_devices(*trees: PyTree) -> bool:
 
 
 def with_fp32_gradients(
-    fn: Callable[..., PyTree], inputs: tuple[PyTree, ...], *, regather: bool, widen: bool
+    fn: Callable[..., PyTree],
+    inputs: tuple[PyTree, ...],
+    dtypes: Set[object],
+    *,
+    regather: bool,
+    returns_inputs: bool,
 ) -> tuple[Callable[..., PyTree], tuple[PyTree, ...]]:
     """Returns a function equal to `fn` whose gradients are computed in FP32, and its inputs.
 
@@ -52,41 +57,39 @@ def with_fp32_gradients(
       fn: function of the inputs.
       inputs: pytrees of parameters. Leaves that are not floating-point arrays, such as FP8
         state, are differentiated as they are.
+      dtypes: dtypes of the parameters whose gradients are computed in FP32. Others are
+        differentiated as they are.
       regather: gather weights again in the backward pass, instead of keeping them.
-      widen: also parameters that are stored in 16 bits. Otherwise, they are differentiated as they
-        are.
+      returns_inputs: `fn` returns arrays that it receives, perhaps from loops, as the Variables of
+        NNX. They are then the inputs themselves, and XLA does not copy them in each iteration.
 
     Returns:
       The function, which traces `fn` for the dtypes of `inputs`, and the inputs to call it with:
-      with `widen`, those stored in 16 bits are converted to FP32, and so are their gradients.
+      those of `dtypes` are converted to FP32, and so are their gradients.
     """
     as_arrays = lambda leaf: leaf if hasattr(leaf, "dtype") else jnp.asarray(leaf)
     leaves, structure = jax.tree.flatten(jax.tree.map(as_arrays, inputs))
-    is_param = [
-        _core.is_castable(leaf) and (widen or not _core.is_16bit(leaf.dtype)) for leaf in leaves
-    ]
-    if not any(is_param):
+    is_param = [_core.dtype_of(leaf) in dtypes for leaf in leaves]
+    is_traced = any(isinstance(leaf, Tracer) for leaf in leaves)
+    if not any(is_param) and not (returns_inputs and is_traced):
         return fn, inputs
     try:
         traced = _programs.trace(fn, structure.unflatten(leaves), {})
     except (jax.errors.JAXTypeError, jax.errors.JAXIndexError):
-        if any(isinstance(leaf, Tracer) for leaf in leaves):
+        if is_traced:
             raise
         _core.warn_user(_READS_VALUES)
         return fn, inputs
     closed = traced.closed
-    is_low = _computes_in_16_bits(closed)
+    if not _computes_in_16_bits(closed):
+        is_param = [False] * len(leaves)
 
     def fn_in_fp32(*inputs: PyTree) -> PyTree:
-        args = jax.tree.leaves(inputs)
-        if is_low:
-            arrays = run(closed, args, is_param, regather=regather)
-        else:
-            arrays = _compat.jaxpr_as_fun(closed)(*args)
+        arrays = run(closed, jax.tree.leaves(inputs), is_param, regather=regather)
         return traced.results(list(map(_programs.as_jax_array, arrays)))
 
     in_fp32 = [
-        leaf.astype(_core.FLOAT32) if param and _core.is_16bit(leaf.dtype) else leaf
+        leaf.astype(_core.FLOAT32) if param else leaf
         for leaf, param in zip(leaves, is_param, strict=True)
     ]
     return fn_in_fp32, structure.unflatten(in_fp32)

@@ -474,6 +474,4 @@ def _wide_matmul(equation: JaxprEqn, operands: list[Array]) -> Array:
 
 def is_16bit_aval(aval: object) -> bool:
     """Returns True for the type of a 16-bit floating-point array."""
-    dtype = getattr(aval, "dtype", None)
-    # NumPy does not know the extended dtypes of JAX, such as those of keys and of FP8 states.
-    return isinstance(dtype, np.dtype) and _core.is_16bit(dtype)
+    return getattr(aval, "dtype", None) in _core.FLOATS_16BIT

@@ -26,7 +26,6 @@ from jaxmp._gradients._fp32._layout import (
     REDUCTIONS,
     WeightLayout,
     batch_axes,
-    forwarded,
     quantizes,
 )
 from jaxmp._gradients._fp32._values import (
@@ -128,30 +127,18 @@ class _Gradients(Interpreter):
         if name not in _OF_ROWS:
             operands = [as_array(v) if isinstance(v, Selected) else v for v in operands]
         reads_weights = any(isinstance(operand, (Weight, Copy)) for operand in operands)
-        if not reads_weights or _programs.form_of(equation) not in _ENTERED:
-            self.check_known(equation)
-            return _operation(equation, operands)
-        results = self.enter(equation, operands, frame)
-        if _programs.form_of(equation) is Form.SHARDS:
-            return left(results, self.entered(operands, Entry.SHARD, operands))
+        form = _programs.form_of(equation)
+        if reads_weights and form in _ENTERED:
+            results = self.enter(equation, operands, frame)
+            if form is Form.SHARDS:
+                return left(results, self.entered(operands, Entry.SHARD, operands))
+        else:
+            if reads_weights:
+                self.check_known(equation)
+            results = _operation(equation, operands)
         # NNX returns all Variables of the modules that it scans. Otherwise, XLA would copy weights,
         # and might split the copies over devices.
-        pairs = zip(_sources(equation), results, strict=True)
-        return [result if n is None else operands[n] for n, result in pairs]
-
-
-def _sources(equation: _compat.JaxprEqn) -> list[int | None]:
-    """Returns for each result of a remat or scan the index of the operand that it is."""
-    form = _programs.form_of(equation)
-    if form is Form.REMAT:
-        return forwarded(_compat.jaxpr_body(_programs.call_of(equation).jaxpr)[0])
-    sources: list[int | None] = [None] * len(equation.outvars)
-    if form is Form.SCAN:
-        loop = _programs.scan_of(equation)
-        returned = forwarded(_compat.jaxpr_body(loop.jaxpr)[0])[loop.carry :]
-        first = loop.consts + loop.carry
-        sources[loop.carry :] = [n if n is not None and n >= first else None for n in returned]
-    return sources
+        return _programs.with_returned(equation, operands, results)
 
 
 def _operation(equation: _compat.JaxprEqn, operands: list[Value]) -> list[Value]:

@@ -17,7 +17,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from jaxmp import _core, _programs
 from jaxmp._core import Array, _compat
-from jaxmp._core._compat import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
+from jaxmp._core._compat import ClosedJaxpr, JaxprEqn, Literal, Var
 from jaxmp._programs import PROGRAM, Frame, Interpreter, Start
 
 # Axes over which each dimension of an array is split.
@@ -338,7 +338,7 @@ class _Gathering(Interpreter):
         ):
             # A function that returns arguments unchanged.
             out = self.bound(equation, [array for array, _ in operands])
-            sources = forwarded(_compat.jaxpr_body(_programs.call_of(equation).jaxpr)[0])
+            sources = _programs.returned_arguments(_programs.call_of(equation).jaxpr)
             marks = (None if n is None else operands[n][1] for n in sources)
             return list(zip(out, marks, strict=True))
         can_wait, mark = _mark(equation, operands)
@@ -420,20 +420,6 @@ class Saved:
 # ---------------------------------------------------------------------------
 # Properties of equations and jaxprs
 # ---------------------------------------------------------------------------
-
-
-class _Forwarded(_programs.Forward):
-    """For each variable, the index of the argument that it is; None if it is computed."""
-
-    def equation(self, equation: JaxprEqn, operands: list[Any], frame: Frame) -> list[Any]:
-        if equation.primitive.name in _programs.CALLS | _programs.REMATS:
-            return self.enter(equation, operands, frame)
-        return self.bound(equation, operands)
-
-
-def forwarded(jaxpr: Jaxpr) -> list[int | None]:
-    """Returns for each result the index of the argument that it is; None if it is computed."""
-    return _Forwarded().run(jaxpr, range(len(jaxpr.invars)))
 
 
 def quantizes(equation: JaxprEqn) -> bool:
