@@ -20,6 +20,10 @@ def normal(seed, *shape, dtype=jnp.float32):
     return jnp.asarray(np.asarray(numbers)[:size].reshape(shape)).astype(dtype)
 
 
+def shape(*sizes, dtype=jnp.bfloat16, **options):
+    return jax.ShapeDtypeStruct(sizes, dtype, **options)
+
+
 def of_size(size, *shape):
     """Returns values of magnitude at most `size`, one of which is `size`."""
     return jnp.linspace(-1.0, 1.0, int(np.prod(shape))).reshape(shape) * jnp.float32(size)
@@ -49,6 +53,12 @@ def signal_to_noise(exact, got):
 def same_bits(a, b):
     a, b = (np.asarray(jax.random.key_data(x) if _is_key(x) else x) for x in (a, b))
     return a.dtype == b.dtype and a.tobytes() == b.tobytes()
+
+
+def assert_close(tree, exact, share):
+    """Asserts that no element of a leaf is off by more than a share of the largest one."""
+    for leaf, other in zip(*map(jax.tree.leaves, (tree, exact)), strict=True):
+        np.testing.assert_allclose(leaf, other, rtol=0, atol=share * np.abs(other).max())
 
 
 def _is_key(x):

@@ -28,6 +28,7 @@ import run_gpu
 import tables
 import train_step
 from grids import EXPENSIVE
+from processes import run_script
 from rounds import Rounds
 from train_step import Arm, model_of
 from workload_sizes import TOY, WORKLOADS
@@ -290,11 +291,6 @@ def test_each_result_has_clocks_power_and_temperature(nvidia_smi, tmp_path):
 # ---------------------------------------------------------------------------
 
 
-def run_suite(*options):
-    command = [sys.executable, str(BENCHMARKS / "run_gpu.py"), *options]
-    return subprocess.run(command, capture_output=True, text=True, check=False)
-
-
 def files_of(directory):
     """Returns name -> text of the files in the archive in a directory."""
     with tarfile.open(directory / run_gpu.ARCHIVE) as tar:
@@ -525,7 +521,7 @@ def test_the_search_for_the_longest_sequence(monkeypatch):
 @pytest.mark.slow
 @pytest.mark.parametrize("job", ["ceilings", "optimizer", "w5 jaxmp-bf16 jaxmp-fp8_delayed"])
 def test_the_suite_rehearses(job, tmp_path):
-    done = run_suite("--toy", "--out", str(tmp_path), "--only", job)
+    done = run_script(BENCHMARKS / "run_gpu.py", "--toy", "--out", str(tmp_path), "--only", job)
     files = files_of(tmp_path)
     assert done.returncode == 0, (done.stdout, done.stderr, files)
     reports = [json.loads(text) for name, text in files.items() if name.endswith(".json")]
