@@ -105,28 +105,14 @@ def test_every_attribute_is_a_leaf_or_static(make, leaves, static):
     hash(treedef)
 
 
-def test_no_setting_is_lost_by_flatten_jit_copy_or_pickle():
-    given = DynamicLossScale(**CUSTOM).adjust(True).adjust(True).adjust(False)
-    settings = {name: value for name, value in CUSTOM.items() if name != "init_scale"}
-    for got in (
-        jax.tree.map(lambda x: x, given),
-        jax.jit(lambda x: x)(given),
-        jax.tree.unflatten(*jax.tree.flatten(given)[::-1]),
-        copy.deepcopy(given),
-        copy.copy(given),
-        pickle.loads(pickle.dumps(given)),
-        given.fresh(),
-        given.adjust(True).adjust(False),
-    ):
-        assert {name: getattr(got, name) for name in settings} == settings
-    assert int(given.growth_delay_left) == 1
-    assert int(given.hysteresis_left) == 1
-
-
 @pytest.mark.parametrize("make", ALL)
 def test_copies_are_equal_and_bit_identical(make):
-    loss_scale = make().adjust(True)
+    # With `CUSTOM`, each leaf differs from that of a new scale, too.
+    loss_scale = make().adjust(True).adjust(True).adjust(False)
     for got in (
+        jax.tree.map(lambda x: x, loss_scale),
+        jax.tree.unflatten(*jax.tree.flatten(loss_scale)[::-1]),
+        copy.copy(loss_scale),
         copy.deepcopy(loss_scale),
         pickle.loads(pickle.dumps(loss_scale)),
         loss_scale.fresh(),
@@ -541,32 +527,6 @@ def test_flags_of_every_kind(flag):
     assert float(loss_scale.adjust(falls).scale_value) == 4
 
 
-@pytest.mark.parametrize("interval", [1, 2, 3, 2000])
-def test_grows_after_exactly_the_interval(interval):
-    @jax.jit
-    def run(loss_scale):
-        step = lambda s, _: ((n := s.adjust(True)), n.scale_value)
-        return jax.lax.scan(step, loss_scale, length=2 * interval)[1]
-
-    got = np.asarray(run(DynamicLossScale(8, growth_interval=interval)))
-    expected = np.repeat([8.0, 16.0, 32.0], interval)[1 : 2 * interval + 1]
-    np.testing.assert_array_equal(got, expected)
-
-
-def test_an_overflow_starts_the_count_anew():
-    loss_scale = DynamicLossScale(8, growth_interval=2)
-    assert scales(loss_scale, [True, False, True, True]) == [8, 4, 4, 8]
-
-
-def test_the_floor_survives_jit_and_flatten():
-    """If flattening lost the minimum, the scale would decrease below it."""
-    loss_scale = DynamicLossScale(1, min_scale=0.25)
-    fall = jax.jit(lambda s: s.adjust(False))
-    for _ in range(8):
-        loss_scale = jax.tree.map(lambda x: x, fall(loss_scale))
-    assert float(loss_scale.scale_value) == 0.25 == loss_scale.min_scale
-
-
 @pytest.mark.parametrize("name", ["torch", "keras"])
 def test_never_zero(name):
     """Without a minimum, 2**15 is halved to 0 in FP32 after 165 overflows."""
@@ -589,14 +549,6 @@ def test_never_infinite():
 def test_the_ceiling():
     assert scales(DynamicLossScale(8, growth_interval=1, max_scale=20), [True] * 3) == [16, 20, 20]
     assert scales(DynamicLossScale(2.0**24, growth_interval=1), [True]) == [2.0**24]
-
-
-def test_hysteresis_is_refilled_by_growth_or_by_a_clean_step():
-    flags = [False, True, False, True, False, False]
-    growth = DynamicLossScale(256, hysteresis=2, growth_interval=100)
-    clean = DynamicLossScale(256, hysteresis=2, growth_interval=100, hysteresis_refill="clean")
-    assert scales(growth, flags) == [256, 256, 128, 128, 64, 32]
-    assert scales(clean, flags) == [256, 256, 256, 256, 256, 128]
 
 
 def test_first_growth_delay_follows_the_start_and_each_overflow():
