@@ -1808,7 +1808,7 @@ test_fp8_models.py::test_no_transformation_hides_a_gradient_without_that_of_the_
 the factor of the scales is rounded to bfloat16
 -     narrow = narrow if on_gpu else _core.FLOAT32
 +
-test_fp8_dot_general.py::test_bfloat16_results_are_rounded_once
+test_fp8_dot_general.py::test_results_are_matmuls_of_rounded_operands_that_are_rounded_once
 """,
     "jaxmp/fp8/_explain.py": r"""
 FP8 is decided on without the tokens of a step
