@@ -832,7 +832,7 @@ test_autocast.py::test_a_shared_function_runs_for_the_priorities_of_its_operands
 the carry of a loop takes the dtype of the loop body
 - outs[:fixed] = map(self.as_result, outs[:fixed], avals)
 + outs[:fixed] = outs[:fixed]
-test_autocast.py::test_scans_keep_the_dtypes_of_their_carry
+test_autocast.py::test_transformations
 """,
     "jaxmp/_programs/_interpreter.py": r"""
 while loops of a vmap change the elements that ended
