@@ -292,7 +292,7 @@ def test_every_argument_of_jax_has_its_name_kind_and_default():
 @pytest.mark.parametrize(
     "options",
     [
-        pytest.param({"scale": np.float32(0.3), "is_causal": True}, marks=EXPENSIVE),
+        {"scale": np.float32(0.3), "is_causal": True},
         {"scale": jnp.array([0.3]), "mask": [True] * 5 + [False] * 7},
         {"query_seq_lengths": jnp.array([3, 8]), "key_value_seq_lengths": jnp.array([5, 12])},
         {"bias": np.arange(12), "local_window_size": (np.int64(2), np.int64(1))},

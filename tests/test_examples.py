@@ -176,12 +176,7 @@ def test_killed_runs_end_as_whole_ones(processes, kills, capsys):
 
 
 @pytest.mark.parametrize(
-    "recipe",
-    [
-        pytest.param("fp32", marks=EXPENSIVE),
-        "fp16_params",
-        pytest.param("fp8_delayed", marks=pytest.mark.slow),
-    ],
+    "recipe", ["fp32", "fp16_params", pytest.param("fp8_delayed", marks=pytest.mark.slow)]
 )
 @EXPENSIVE
 def test_both_frameworks_learn_alike(recipe):
@@ -402,7 +397,7 @@ def test_an_epoch_moves_each_image_by_a_pixel_at_most():
     assert {move for _, move in pairs} == set(moves)
 
 
-@pytest.mark.parametrize("recipe", ["fp16_params", pytest.param("bf16", marks=EXPENSIVE)])
+@pytest.mark.parametrize("recipe", ["fp16_params", "bf16"])
 @EXPENSIVE
 def test_vision_learns_and_skips_what_overflows(recipe):
     run = tiny_vision_run(recipe)
@@ -493,7 +488,7 @@ def arrays_of(*nodes):
     return nnx.as_pure(nnx.state(nodes if len(nodes) > 1 else nodes[0]))
 
 
-@pytest.mark.parametrize("wild", [0, pytest.param(1, marks=EXPENSIVE)])
+@pytest.mark.parametrize("wild", [0, 1])
 @EXPENSIVE
 def test_an_overflow_of_one_player_leaves_the_other_untouched(wild):
     scales = [WILD if player == wild else CALM for player in (0, 1)]

@@ -221,10 +221,7 @@ def test_the_padding_of_the_vocabulary_has_no_part(framework, recipe):
 # ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("framework", "recipe"),
-    [("linen", "bf16_params"), pytest.param("nnx", "fp16", marks=EXPENSIVE)],
-)
+@pytest.mark.parametrize(("framework", "recipe"), [("linen", "bf16_params"), ("nnx", "fp16")])
 @EXPENSIVE
 def test_its_loss_falls(framework, recipe, tmp_path):
     language_models.check_training(gpt, TOY, framework, recipe, tmp_path / "tokens.bin")

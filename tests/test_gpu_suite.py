@@ -77,15 +77,8 @@ def test_flops_of_a_workload_count_each_matrix_six_times_per_token():
 # ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("name", "chunked"),
-    [
-        ("w1", True),
-        ("w5", False),
-        pytest.param("w1", False, marks=EXPENSIVE),
-        pytest.param("w5", True, marks=EXPENSIVE),
-    ],
-)
+@pytest.mark.parametrize("chunked", [False, True])
+@pytest.mark.parametrize("name", ["w1", "w5"])
 @EXPENSIVE
 def test_the_hand_written_model_is_that_of_the_example(name, chunked):
     size = dataclasses.replace(TOY[name], unroll=False)

@@ -105,7 +105,7 @@ def test_loss_and_gradient_against_fp64(framework, recipe, shape, tolerance):
     language_models.check_gradient(reference, params(shape), gradient, tolerance)
 
 
-@pytest.mark.parametrize("remat", ["mlp", pytest.param("full", marks=EXPENSIVE)])
+@pytest.mark.parametrize("remat", ["mlp", "full"])
 @EXPENSIVE
 def test_remat_changes_no_result(remat):
     loss, gradient = loss_and_gradient("fp32", "linen")
@@ -115,10 +115,7 @@ def test_remat_changes_no_result(remat):
     assert_close(again_gradient, gradient, 1e-5)
 
 
-@pytest.mark.parametrize(
-    ("framework", "recipe"),
-    [("linen", "fp16"), pytest.param("nnx", "bf16_params", marks=EXPENSIVE)],
-)
+@pytest.mark.parametrize(("framework", "recipe"), [("linen", "fp16"), ("nnx", "bf16_params")])
 @EXPENSIVE
 def test_its_loss_falls(framework, recipe, tmp_path):
     language_models.check_training(llama, TOY, framework, recipe, tmp_path / "tokens.bin")
