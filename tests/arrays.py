@@ -50,8 +50,14 @@ def signal_to_noise(exact, got):
     return 10 * np.log10(np.sum(exact**2) / np.sum((exact - got) ** 2))
 
 
+def plain(x):
+    """Returns an array of NumPy; that of a PRNG key is its data."""
+    is_key = jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+    return np.asarray(jax.random.key_data(x) if is_key else x)
+
+
 def same_bits(a, b):
-    a, b = (np.asarray(jax.random.key_data(x) if _is_key(x) else x) for x in (a, b))
+    a, b = plain(a), plain(b)
     return a.dtype == b.dtype and a.tobytes() == b.tobytes()
 
 
@@ -59,10 +65,6 @@ def assert_close(tree, exact, share):
     """Asserts that no element of a leaf is off by more than a share of the largest one."""
     for leaf, other in zip(*map(jax.tree.leaves, (tree, exact)), strict=True):
         np.testing.assert_allclose(leaf, other, rtol=0, atol=share * np.abs(other).max())
-
-
-def _is_key(x):
-    return jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
 
 
 def changed(old, new):
