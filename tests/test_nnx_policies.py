@@ -4,6 +4,7 @@ import copy
 import dataclasses
 import pickle
 import threading
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -676,12 +677,12 @@ def test_hard_coded_dtypes_are_overridden():
 @pytest.mark.parametrize(("matmul", "expected"), [("highest", "HIGHEST"), ("tf32", "HIGH")])
 def test_precision_of_float32_products_forward_and_backward(matmul, expected):
     policies = PolicyMap(Policy("f32", "f32", "f32"), [Rule("blocks/1/**", matmul=matmul)])
+    found = Counter()
     for equation in products(gradient_program(apply_policy(Net(rngs()), policies), floats(2, 3))):
-        precision = equation.params["precision"]
-        if "blocks/1" in module_path(equation):
-            assert [str(side) for side in precision] == [expected] * 2
-        else:
-            assert precision is None
+        sides = tuple(map(str, equation.params["precision"] or ()))
+        found["blocks/1" in module_path(equation), sides] += 1
+    # A block has two products, each with two gradients; that of the input of the model is not used.
+    assert found == {(True, (expected, expected)): 6, (False, ()): 8}
 
 
 WIDE = PolicyMap("bfloat16", [Rule("", "o=f32")])
