@@ -20,6 +20,10 @@ def normal(seed, *shape, dtype=jnp.float32):
     return jnp.asarray(np.asarray(numbers)[:size].reshape(shape)).astype(dtype)
 
 
+def shape(*sizes, dtype=jnp.bfloat16, **options):
+    return jax.ShapeDtypeStruct(sizes, dtype, **options)
+
+
 def of_size(size, *shape):
     """Returns values of magnitude at most `size`, one of which is `size`."""
     return jnp.linspace(-1.0, 1.0, int(np.prod(shape))).reshape(shape) * jnp.float32(size)
@@ -46,13 +50,21 @@ def signal_to_noise(exact, got):
     return 10 * np.log10(np.sum(exact**2) / np.sum((exact - got) ** 2))
 
 
+def plain(x):
+    """Returns an array of NumPy; that of a PRNG key is its data."""
+    is_key = jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+    return np.asarray(jax.random.key_data(x) if is_key else x)
+
+
 def same_bits(a, b):
-    a, b = (np.asarray(jax.random.key_data(x) if _is_key(x) else x) for x in (a, b))
+    a, b = plain(a), plain(b)
     return a.dtype == b.dtype and a.tobytes() == b.tobytes()
 
 
-def _is_key(x):
-    return jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+def assert_close(tree, exact, share):
+    """Asserts that no element of a leaf is off by more than a share of the largest one."""
+    for leaf, other in zip(*map(jax.tree.leaves, (tree, exact)), strict=True):
+        np.testing.assert_allclose(leaf, other, rtol=0, atol=share * np.abs(other).max())
 
 
 def changed(old, new):

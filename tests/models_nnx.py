@@ -20,6 +20,15 @@ class MLP(nnx.Module):
         return self.head(self.norm(nnx.relu(self.hidden(x))))
 
 
+class Perceptron(nnx.Module):
+    def __init__(self, rngs, features=8):
+        self.hidden = nnx.Linear(features, 16, use_bias=False, rngs=rngs)
+        self.out = nnx.Linear(16, 4, use_bias=False, rngs=rngs)
+
+    def __call__(self, x):
+        return self.out(nnx.tanh(self.hidden(x)))
+
+
 class TiedLM(nnx.Module):
     """Language model whose embedding table is also the output layer."""
 

@@ -28,18 +28,18 @@ def start(arguments, **variables):
     )
 
 
-def run_script(*arguments, path=ROOT, **options):
+def run_script(*arguments, path=ROOT, cwd=None, **variables):
     """Runs Python on the CPU, and returns the completed process, which imports jaxmp from `path`.
 
     It compiles programs as the tests do, without the optimizations of XLA.
+
+    Args:
+      **variables: changes of the environment; a variable of value `None` is not set.
     """
-    return subprocess.run(
-        [sys.executable, *map(str, arguments)],
-        env={**os.environ, "PYTHONPATH": str(path), "JAX_PLATFORMS": "cpu"},
-        capture_output=True,
-        text=True,
-        **options,
-    )
+    changes = {"PYTHONPATH": str(path), "JAX_PLATFORMS": "cpu", **variables}
+    environment = {k: v for k, v in {**os.environ, **changes}.items() if v is not None}
+    command = [sys.executable, *map(str, arguments)]
+    return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True)
 
 
 def run_python(code, *arguments, **options):

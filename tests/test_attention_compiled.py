@@ -11,6 +11,7 @@ from flax import nnx
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 import jaxmp
+from arrays import shape
 from byte_gpt import GPT, NnxGPT
 from gpu_compiler import needs_compiler
 from grids import EXPENSIVE, fast_cases
@@ -20,10 +21,6 @@ pytestmark = needs_compiler
 
 FORWARD, BACKWARD = "__cudnn$fmhaSoftmax", "__cudnn$fmhaSoftmaxBackward"
 MASKED = ["__cudnn$fmhaScaleBiasSoftmax", "__cudnn$fmhaScaleBiasSoftmaxBackward"]
-
-
-def shape(*sizes, dtype=jnp.bfloat16):
-    return jax.ShapeDtypeStruct(sizes, dtype)
 
 
 def kernels(fn, *args):
@@ -249,34 +246,26 @@ def test_fully_sharded_parameters(framework):
 
 
 @pytest.mark.parametrize("explicit", [False, True])
-@pytest.mark.parametrize("heads", [8, 2, 1])
-@fast_cases("8-False", "2-True", "1-False")
-def test_operands_whose_shardings_differ(explicit, heads):
+@pytest.mark.parametrize(
+    ("heads", "lengths"),
+    [(8, (64, 64)), (2, (64, 64)), (1, (64, 64)), (8, (63, 77)), (2, (63, 77))],
+)
+@fast_cases("8-lengths0-False", "2-lengths1-True", "1-lengths2-False", "8-lengths3-True")
+def test_operands_whose_shardings_differ(explicit, heads, lengths):
     kind = AxisType.Explicit if explicit else AxisType.Auto
+    queries, keys = lengths
     mesh = AbstractMesh((4, 2), ("data", "model"), axis_types=(kind, kind))
-    query = sharded(shape(8, 64, 8, 64), mesh, "data", None, "model" if heads > 1 else None)
-    key = sharded(shape(8, 64, heads, 64), mesh, None, None, None, "data")
-    value = sharded(shape(8, 64, heads, 64), mesh, "data")
-    lengths = sharded(shape(8, dtype=jnp.int32), mesh)
-    fn = gradients(is_causal=True)
-    expected = [(FORWARD, 1), (BACKWARD, 1)]
-    assert kernels(fn, query, key, value, {"key_value_seq_lengths": lengths}) == expected
-
-
-@pytest.mark.parametrize("explicit", [False, True])
-@pytest.mark.parametrize("heads", [8, 2])
-@fast_cases("8-True")
-def test_odd_lengths_on_several_gpus(explicit, heads):
-    kind = AxisType.Explicit if explicit else AxisType.Auto
-    mesh = AbstractMesh((4, 2), ("data", "model"), axis_types=(kind, kind))
-    query = sharded(shape(8, 63, 8, 64), mesh, "data", None, "model")
-    key = sharded(shape(8, 77, heads, 64), mesh, None, None, None, "data")
-    value = sharded(shape(8, 77, heads, 64), mesh, "data")
-    expected = [(FORWARD, 1), (BACKWARD, 1)]
-    assert kernels(gradients(), query, key, value, {}) == expected
-    mask = sharded(shape(8, 1, 63, 77, dtype=bool), mesh, "data")
-    found = kernels(gradients(), query, key, value, {"mask": mask})
-    assert found == [(kernel, 1) for kernel in MASKED]
+    query = sharded(shape(8, queries, 8, 64), mesh, "data", None, "model" if heads > 1 else None)
+    key = sharded(shape(8, keys, heads, 64), mesh, None, None, None, "data")
+    value = sharded(shape(8, keys, heads, 64), mesh, "data")
+    found = functools.partial(kernels, gradients(is_causal=queries == keys), query, key, value)
+    lengths_of_rows = sharded(shape(8, dtype=jnp.int32), mesh)
+    if queries == keys:
+        assert found({"key_value_seq_lengths": lengths_of_rows}) == [(FORWARD, 1), (BACKWARD, 1)]
+    else:
+        assert found({}) == [(FORWARD, 1), (BACKWARD, 1)]
+        mask = sharded(shape(8, 1, queries, keys, dtype=bool), mesh, "data")
+        assert found({"mask": mask}) == [(name, 1) for name in MASKED]
 
 
 @pytest.mark.parametrize(

@@ -28,6 +28,7 @@ from jax.sharding import PartitionSpec
 from rich.console import Console
 
 import jaxmp
+from arrays import shape
 from byte_gpt import GPT
 from findings import the_only
 from grids import each_value, fast_cases
@@ -47,10 +48,6 @@ HERE = Path(__file__)
 BF16 = "p=f32,c=bf16,o=f32"
 SMALL = GPT(layers=2, width=32, heads=2, max_length=16)
 TOKENS = jax.ShapeDtypeStruct((4, 17), jnp.int32)
-
-
-def shape(*sizes, dtype=jnp.bfloat16):
-    return jax.ShapeDtypeStruct(sizes, dtype)
 
 
 def checks(report):
@@ -657,16 +654,6 @@ def test_the_op_table_of_a_recipe_decides():
     recipe = jaxmp.load_recipe("bf16").replace(ops={"exp": "low"})
     assert audit(jnp.exp, shape(4, 64), recipe="bf16").counts() == {"exp_16bit": 1}
     assert audit(jnp.exp, shape(4, 64), recipe=recipe).ok
-
-
-def test_a_running_sum_by_cumsum():
-    def fn(x):
-        with jax.named_scope("scores"):
-            return jnp.cumsum(x, axis=0)  # a bf16 running sum
-
-    assert_named(
-        the_only(audit(fn, shape(64, 4)).errors, "reduction_16bit"), "scores", "a bf16 running sum"
-    )
 
 
 def test_a_running_sum_in_a_scan():
@@ -1328,12 +1315,6 @@ def test_the_documentation_contains_the_table_of_checks():
 def test_an_id_of_a_check_is_unique():
     with pytest.raises(ValueError, match="two checks have the id 'fp32_matmul'"):
         Check(id="fp32_matmul", severity="error", explanation="", fix="")
-
-
-def test_json_round_trip(faulty):
-    again = AuditReport.from_json(faulty.to_json())
-    assert again == faulty and str(again) == str(faulty)
-    assert json.loads(faulty.to_json())["findings"][0]["check"] == "fp32_matmul"
 
 
 @pytest.mark.parametrize("text", ["{}", "[]", "not json", '{"findings": [{"check": 1, "x": 2}]}'])

@@ -2,10 +2,7 @@
 
 import contextlib
 import functools
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import flax.linen as nn
@@ -17,6 +14,7 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 import jaxmp
+from arrays import shape
 from byte_gpt import GPT
 from findings import the_only
 from gpu_compiler import needs_compiler
@@ -26,15 +24,12 @@ from jaxmp._core._targets import get_target, targets
 from jaxmp._tools.audit import _compile
 from jaxmp._tools.audit._trace import trace
 from language_models import byte_gpt_step
+from processes import run_script
 from sources import line_of
 
 HERE = Path(__file__)
 BF16 = "p=f32,c=bf16,o=f32"
 H200 = "NVIDIA H200 141GB HBM3e"
-
-
-def shape(*sizes, dtype=jnp.bfloat16):
-    return jax.ShapeDtypeStruct(sizes, dtype)
 
 
 def operands(report):
@@ -795,7 +790,6 @@ def test_without_the_compiler_the_error_says_what_to_install(monkeypatch):
 @pytest.mark.parametrize("first", ["", "import jax; jax.devices()"])
 @fast_cases("")
 def test_starts_where_jax_is_told_no_platform_and_cuda_libraries_are_missing(first):
-    env = {k: v for k, v in os.environ.items() if k != "JAX_PLATFORMS"}
     script = (
         f"{first}\nimport jax, jaxmp\nx = jax.ShapeDtypeStruct((64, 64), 'bfloat16')\n"
         # An array that is made while `audit` traces starts the first backend there.
@@ -803,9 +797,7 @@ def test_starts_where_jax_is_told_no_platform_and_cuda_libraries_are_missing(fir
         "report = jaxmp.audit(fn, x, target='h200')\n"
         "print([(row.lhs, row.rhs) for row in report.gemms])"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", script], env=env, capture_output=True, text=True, check=False
-    )
+    done = run_script("-c", script, JAX_PLATFORMS=None)
     assert done.stdout.strip() == "[('bfloat16', 'bfloat16')]", done.stderr
     # If the script initializes JAX's backends, JAX reports missing libraries before the audit.
     assert first or done.stderr == ""
@@ -815,11 +807,8 @@ def test_starts_where_jax_is_told_no_platform_and_cuda_libraries_are_missing(fir
 @EXPENSIVE
 def test_the_command_prints_nothing_of_missing_cuda_libraries(small_step):
     # JAX warns of a cached program that was compiled for a GPU which is not present.
-    unset = ("JAX_PLATFORMS", "JAX_COMPILATION_CACHE_DIR")
-    env = {k: v for k, v in os.environ.items() if k not in unset}
-    command = [sys.executable, "-m", "jaxmp", "audit", small_step, "--recipe", "bf16"]
-    done = subprocess.run(
-        [*command, "--target", "h200"], env=env, capture_output=True, text=True, check=False
-    )
+    unset = {"JAX_PLATFORMS": None, "JAX_COMPILATION_CACHE_DIR": None}
+    command = ("-m", "jaxmp", "audit", small_step, "--recipe", "bf16", "--target", "h200")
+    done = run_script(*command, **unset)
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""

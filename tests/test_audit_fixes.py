@@ -307,9 +307,13 @@ def test_the_tanh_of_a_deviation_is_no_softmax(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("body", "code"),
+    ("body", "text"),
     [
         (["return jnp.sum(1 + x - jnp.exp(x), axis=-1).astype(jnp.float32).mean()"], "jnp.exp("),
+        (
+            ["a = x * 0.5", "return (jnp.cos(a) + jnp.sin(a)).astype(jnp.float32).sum()"],
+            ":5, do not round",
+        ),
         (
             [
                 "w = jnp.square(x.astype(jnp.float32))",
@@ -319,16 +323,11 @@ def test_the_tanh_of_a_deviation_is_no_softmax(tmp_path):
             "w.astype(",
         ),
     ],
+    ids=["the same expression again", "two expressions of a line", "one within another"],
 )
-def test_a_fix_that_changes_the_same_expression_again_is_one_fix(body, code, tmp_path):
+def test_a_fix_has_each_change_once(body, text, tmp_path):
     (error,) = fixed(body, tmp_path, half())
-    assert error.fix.count(code) == 1, error.fix
-
-
-def test_a_fix_of_two_expressions_of_a_line_names_each_line_once(tmp_path):
-    body = ["a = x * 0.5", "return (jnp.cos(a) + jnp.sin(a)).astype(jnp.float32).sum()"]
-    (error,) = fixed(body, tmp_path, half())
-    assert error.fix.count(":5, do not round") == 1, error.fix
+    assert error.fix.count(text) == 1, error.fix
 
 
 def test_a_fix_without_source_code_is_general():

@@ -372,7 +372,6 @@ def test_mistakes_are_refused_before_the_script_runs(command, arguments, message
     assert status == 2 and message in error
 
 
-@EXPENSIVE
 # ---------------------------------------------------------------------------
 # Scripts of other projects
 # ---------------------------------------------------------------------------

@@ -9,6 +9,7 @@ import pytest
 from jax import lax
 
 import jaxmp
+from arrays import shape
 from gpu_compiler import needs_compiler
 from grids import EXPENSIVE, fast_cases
 from jaxmp import audit
@@ -22,10 +23,6 @@ pytestmark = [needs_compiler, pytest.mark.usefixtures("standard_promotion", "ran
 
 BF16, F32 = jnp.bfloat16, jnp.float32
 BATCH, LENGTH, HEADS, WIDTH = 8, 256, 2, 128
-
-
-def shape(*sizes, dtype=BF16):
-    return jax.ShapeDtypeStruct(sizes, dtype)
 
 
 def notes(fn, *args):

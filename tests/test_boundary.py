@@ -281,12 +281,6 @@ def test_eager_calls_compute_as_jitted_ones(name):
     np.testing.assert_allclose(number, 257.3 / 3, rtol=1e-6)
 
 
-def test_autocast_takes_numpy_float64_as_jax_does():
-    fn = jaxmp.autocast(lambda x: jnp.dot(*x), BF16)
-    x = np.random.default_rng(0).normal(size=(2, 8, 8))
-    np.testing.assert_array_equal(fn(tuple(x)), fn(tuple(np.float32(x))))
-
-
 # ---------------------------------------------------------------------------
 # Caches and loops
 # ---------------------------------------------------------------------------

@@ -179,7 +179,7 @@ _NAMES = ["bf16_params", "packed", "fp8_delayed", "fp16_params", "bf16", "fp8", 
 PAIRS = [
     ("linen" if i % 2 else "nnx", source, target)
     for i, (source, target) in enumerate(zip(_NAMES, [*_NAMES[1:], _NAMES[0]], strict=True))
-] + [("linen", "fp8_delayed", "packed"), ("nnx", "packed", "packed")]
+] + [("linen", "fp8_delayed", "packed"), *(("nnx", name, name) for name in _NAMES[1:3])]
 
 
 @pytest.mark.parametrize(("framework", "source", "target"), PAIRS)
@@ -193,7 +193,9 @@ def test_migrated_states_train_as_their_reference(framework, source, target, tmp
         assert f"4 x parameter: {line} bit for bit" in outcome
     if (source, target) == ("fp8_delayed", "packed"):
         assert re.search(r"\d+ x leaf of FP8 scaling: dropped", outcome)
-    if target == "fp8_delayed":
+    if source == target:
+        assert outcome == "exact"
+    elif target == "fp8_delayed":
         assert "leaf of FP8 scaling: created, calibrated in the first step" in outcome
     if (source, target) == ("fp8_delayed", "fp16_params"):
         assert "loss scale: created at 65536" in outcome
@@ -790,19 +792,6 @@ def test_states_move_between_meshes(tmp_path):
         kernel = state.params["dense"]["kernel"]
         assert kernel.sharding == like.params["dense"]["kernel"].sharding
         assert len(kernel.sharding.device_set) == count
-
-
-@pytest.mark.slow
-def test_states_move_between_meshes_of_8_devices():
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__]
-    run = subprocess.run(
-        [*command, "-k", "test_states_move_between_meshes and not 8_devices"],
-        env={**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=8"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert run.returncode == 0 and "1 passed" in run.stdout, run.stdout
 
 
 def test_sharded_parameters_are_restored_without_the_rest(tmp_path):

@@ -275,9 +275,7 @@ def test_without_the_extra_it_says_what_to_install(package):
 
 
 def test_a_variable_that_jax_refuses_is_one_sentence():
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_ENABLE_X64": "maybe"}
-    command = [sys.executable, "-m", "jaxmp", "recipes"]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    done = run_script("-m", "jaxmp", "recipes", JAX_ENABLE_X64="maybe")
     assert done.returncode == 2 and done.stderr.count("\n") == 1
     assert "invalid truth value 'maybe' for environment 'JAX_ENABLE_X64'" in done.stderr
 
@@ -323,11 +321,9 @@ def test_commands_are_silent_about_a_plugin_without_a_gpu(tmp_path, has_gpu):
         "log.error('Jax plugin configuration error: Unable to load cuFFT')\n"
         "log.error('another error')\n"
     )
-    environment = {**os.environ, "PATH": str(tmp_path)}
-    command = [sys.executable, "-c", code, "--version"]
-    done = subprocess.run(command, capture_output=True, env=environment)
-    assert done.returncode == 0 and b"another error" in done.stderr
-    assert (b"plugin" in done.stderr) == has_gpu
+    done = run_script("-c", code, "--version", PATH=str(tmp_path))
+    assert done.returncode == 0 and "another error" in done.stderr
+    assert ("plugin" in done.stderr) == has_gpu
 
 
 def test_links_are_followed_and_devices_are_not_replaced(command, folder):

@@ -12,6 +12,7 @@ import pytest
 import false_positives
 import field_report
 import field_steps
+from arrays import shape
 from field_report import by_line
 from field_steps import Audited, Step
 from findings import the_only
@@ -25,10 +26,6 @@ STEPS = ROOT / "benchmarks/results/field_report_h200.json"
 FAULTS = ROOT / "benchmarks/results/false_positives.json"
 
 HERE = "tests/test_field_report.py"
-
-
-def shape(*sizes, dtype=jnp.bfloat16):
-    return jax.ShapeDtypeStruct(sizes, dtype)
 
 
 def findings_of(fn, *args):

@@ -11,7 +11,7 @@ from jax import lax
 from jax.sharding import AxisType, PartitionSpec
 
 import jaxmp
-from arrays import f64, signal_to_noise
+from arrays import f64, floats, signal_to_noise
 from byte_gpt import GPT
 from findings import the_only
 from gpu_compiler import needs_compiler
@@ -27,12 +27,7 @@ FORWARD, DGRAD, WGRAD = (E4M3, E4M3), (E5M2, E4M3), (E4M3, E5M2)
 LINEAR = (((1,), (0,)), ((), ()))
 
 
-def normal(seed, *shape, scale=1.0):
-    values = np.random.default_rng(seed).normal(scale=scale, size=shape)
-    return jnp.asarray(values.astype(np.float32))
-
-
-W1, W2, X = normal(0, 32, 64, scale=1 / 6), normal(1, 64, 32, scale=1 / 8), normal(2, 48, 32)
+W1, W2, X = floats(32, 64) / 6, floats(64, 32, seed=1) / 8, floats(48, 32, seed=2)
 
 
 def reasons(fn, *args, **options):
@@ -79,7 +74,7 @@ def test_einsum_and_tensordot_are_products_too():
 
 def test_signal_to_noise():
     """The limits are those of `fp8.dot_general`: 28 dB forward, 23.5 dB with gradients in E5M2."""
-    x, w, g = normal(0, 96, 128), normal(1, 128, 64), normal(2, 96, 64)
+    x, w, g = floats(96, 128), floats(128, 64, seed=1), floats(96, 64, seed=2)
 
     @jax.jit
     def run(x, w, g):
@@ -131,7 +126,7 @@ def stacked(ws, x, wrap=lambda step: step):
     return jnp.square(lax.scan(wrap(lambda x, w: (jnp.tanh(x @ w), None)), x, ws)[0]).sum()
 
 
-STACK = normal(3, 3, 32, 32, scale=1 / 6)
+STACK = floats(3, 32, 32, seed=3) / 6
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import pytest
 from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from arrays import f64, normal, signal_to_noise
+from arrays import f64, normal, shape, signal_to_noise
 from gpu_compiler import needs_compiler
 from grids import EXPENSIVE, REST, each_value, fast_cases
 from jaxmp import audit, fp8
@@ -131,20 +131,6 @@ def rounded(a, dtype, power_of_two=True):
     return (a * scale).astype(dtype).astype(np.float64) / np.float64(scale)
 
 
-@pytest.mark.parametrize("name", ["current", "current-amax", "delayed"])
-def test_products_are_those_of_the_rounded_operands(name):
-    """Compares with an FP64 matmul of operands that `ml_dtypes` rounded."""
-    recipe = RECIPES[name]
-    x, w, g = normal(0, 48, 32), normal(1, 32, 64), normal(2, 48, 64)
-
-    x8, w8 = (rounded(a, ml_dtypes.float8_e4m3fn, recipe.power_of_two) for a in (x, w))
-    g8 = rounded(g, ml_dtypes.float8_e5m2, recipe.power_of_two)
-    y, dx, dw = outputs(recipe, x, w, g)
-    for want, got in [(x8 @ w8, y), (g8 @ w8.T, dx), (x8.T @ g8, dw)]:
-        # Sums of at most 64 products in FP32: 64 units of 2**-24, of the largest sum.
-        np.testing.assert_allclose(got, want, rtol=0, atol=64 * 2.0**-24 * np.abs(want).max())
-
-
 @pytest.mark.parametrize(
     "recipe", [*map(RECIPES.get, ("current", "delayed", "rowwise")), fp8.MXScaling()]
 )
@@ -218,33 +204,39 @@ SHAPES = {
     "negative": ((6, 8), (8, 4), (((-1,), (0,)), ((), ()))),
     "two batches": ((2, 3, 6, 8), (3, 2, 8, 4), (((3,), (2,)), ((0, 1), (1, 0)))),
     "outer": ((6,), (4,), (((), ()), ((), ()))),
+    # Blocks of 32 of MXFP8 do not divide K.
+    "tokens, K of 40": ((2, 3, 40), (40, 4), (((2,), (0,)), ((), ()))),
 }
 EXACT = {
     "current": fp8.CurrentScaling(),
     "delayed": fp8.DelayedScaling(amax_history_len=2),
     "rowwise": fp8.RowwiseScaling(dgrad=("e5m2", "e4m3fn")),
+    "mx": fp8.MXScaling(),
 }
 
 
 @pytest.mark.parametrize("name", ["current", "current-amax", "delayed"])
 @fast_cases("current-amax")
-def test_bfloat16_results_are_rounded_once(name):
-    """A factor of the scales that is rounded to bfloat16 is wrong by up to 0.2 % for all elements.
+def test_results_are_matmuls_of_rounded_operands_that_are_rounded_once(name):
+    """Compares with FP64 matmuls of operands that `ml_dtypes` rounded.
+
+    A factor of the scales that is rounded to bfloat16 is wrong by up to 0.2 % for all elements.
 
     Over the sizes of x, factors are at different distances from numbers of bfloat16.
     """
     x, w, g = normal(0, 48, 32), normal(1, 32, 64), normal(2, 48, 64)
-    for size in (1.0, 1.1, 1.2, 1.3):
-        arrays = [a.astype(jnp.bfloat16) for a in (size * x, w, g)]
+    for size, dtype in [(1.0, "float32"), *((size, "bfloat16") for size in (1.0, 1.1, 1.2, 1.3))]:
+        arrays = [a.astype(dtype) for a in (size * x, w, g)]
         power_of_two = RECIPES[name].power_of_two
         x8, w8 = (rounded(a, ml_dtypes.float8_e4m3fn, power_of_two) for a in arrays[:2])
         g8 = rounded(arrays[2], ml_dtypes.float8_e5m2, power_of_two)
         results = outputs(RECIPES[name], *arrays)
         for want, got in zip((x8 @ w8, g8 @ w8.T, x8.T @ g8), results, strict=True):
-            assert got.dtype == jnp.bfloat16
+            assert got.dtype == dtype
             got = np.asarray(got, np.float64)
-            # Half a unit of bfloat16, and the error of the sums in FP32.
-            half = np.exp2(np.floor(np.log2(np.abs(want))) - 8)
+            # Half a unit of the dtype, and the error of the sums in FP32.
+            bits = jnp.finfo(dtype).nmant + 1
+            half = np.exp2(np.floor(np.log2(np.abs(want))) - bits)
             assert (np.abs(got - want) <= half + 2.0**-18 * np.abs(want).max()).all()
             # Errors of 1,500 and more independent roundings cancel.
             assert abs(np.sum(got * want) / np.sum(want**2) - 1) < 2e-4
@@ -267,12 +259,12 @@ def test_bfloat16_results_of_special_elements(element, result):
     "shape",
     [
         shape
-        if shape in ("tokens", "from heads", "crossed", "experts")
+        if shape in ("tokens", "from heads", "crossed", "experts", "tokens, K of 40")
         else pytest.param(shape, marks=REST)
         for shape in SHAPES
     ],
 )
-@fast_cases("experts")
+@fast_cases("experts", "tokens, K of 40")
 def test_small_integers_are_multiplied_exactly(shape):
     """Integers up to 7 fit both formats and power-of-two scales are exact, so only the layout is
     tested.
@@ -288,7 +280,7 @@ def test_small_integers_are_multiplied_exactly(shape):
     exact = lambda x, w: lax.dot_general(x, w, positive)
     g = integers(jax.eval_shape(exact, x, w).shape)
     # Delayed scaling shares its layouts with current scaling.
-    names = EXACT if shape in ("crossed", "batch inside") else ("current", "rowwise")
+    names = EXACT if shape in ("crossed", "batch inside") else ("current", "rowwise", "mx")
 
     @jax.jit
     def run(x, w, g):
@@ -620,10 +612,6 @@ def test_operands_of_no_size(kind, sizes):
 # ---------------------------------------------------------------------------
 # Compiled for a GPU
 # ---------------------------------------------------------------------------
-
-
-def shape(*sizes, dtype=jnp.bfloat16, **options):
-    return jax.ShapeDtypeStruct(sizes, dtype, **options)
 
 
 def training_step(recipe, dims):

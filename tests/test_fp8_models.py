@@ -25,7 +25,6 @@ from jaxmp._core import _compat
 from jaxmp._programs._jaxprs import equations
 from jaxmp.errors import CompositionError, RecipeError, RecipeWarning
 from train_lm import TRAININGS
-from training_steps import new_state, state_step
 
 E4M3, E5M2 = "float8_e4m3fn", "float8_e5m2"
 HEAD = Rule("**/lm_head", "o=f32,matmul=default", required=False)
@@ -487,29 +486,6 @@ def test_the_state_of_a_layer_that_is_called_twice_and_of_one_that_is_not():
     jax.tree.map(np.testing.assert_array_equal, mutated[STATE], variables[STATE])
 
 
-@EXPENSIVE
-def test_training_with_a_state():
-    """Microbatches, a skipped step and the step after it, in one jitted function."""
-    recipe = load_recipe(policies(DELAYED))
-    x = jax.random.normal(jax.random.key(1), (32, 16, 32))
-    model, variables = delayed(models_linen.OfEachKind(), x)
-    with jax.numpy_dtype_promotion("standard"):
-        state = new_state(variables, recipe, optax.adamw(1e-3))
-        loss_fn = lambda variables, x: jnp.mean(model.apply(variables, x) ** 2)
-        train_step = jax.jit(state_step(loss_fn, microbatches=2))
-        first, loss = train_step(state, x)
-        skipped, _ = train_step(first, x.at[3].set(jnp.nan))
-        last, last_loss = train_step(skipped, x)
-    history = lambda state: state.params[STATE]["einsum"]["fp8_input_amax_history"]
-    assert int(skipped.step) == 1 and int(last.step) == 2
-    jax.tree.map(np.testing.assert_array_equal, skipped.params, first.params)
-    assert [int(jnp.sum(history(s) > 0)) for s in (state, first, last)] == [0, 1, 2]
-    assert float(last_loss) < float(loss)
-    assert not np.array_equal(
-        last.params["params"]["odd"]["kernel"], variables["params"]["odd"]["kernel"]
-    )
-
-
 # ---------------------------------------------------------------------------
 # Compiled for a GPU
 # ---------------------------------------------------------------------------
@@ -578,15 +554,6 @@ def test_every_linear_layer_of_a_transformer_is_three_real_fp8_products(framewor
 def test_an_a100_is_refused(framework):
     with pytest.raises(CompositionError, match=r"'block_0/.*capability 8\.0\).*begin with 8\.9"):
         compiled_gradients(framework, ANY_WIDTH, "a100")
-
-
-@needs_compiler
-@EXPENSIVE
-def test_an_a100_that_may_emulate_multiplies_in_16_bits_and_the_audit_says_so():
-    emulated = load_recipe(policies(fp8.CurrentScaling(min_width=0, emulate=True)))
-    report = compiled_gradients("linen", emulated, "a100")
-    fallen = {finding.module for finding in report.findings if finding.check == "fp8_fallback"}
-    assert LINEARS >= fallen >= {"block_0/mlp_up", "block_0/mlp_down"}
 
 
 @needs_compiler

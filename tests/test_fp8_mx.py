@@ -142,28 +142,6 @@ def test_what_is_not_finite_reaches_its_row(bad):
     assert not finite[3].any() and finite[np.arange(32) != 3].all()
 
 
-SHAPES = {
-    "tokens, K no multiple": ((2, 3, 40), (40, 4), (((2,), (0,)), ((), ()))),
-    "crossed": ((2, 4, 3, 2), (2, 4, 5), (((1, 3), (1, 0)), ((), ()))),
-    "experts": ((3, 6, 8), (3, 8, 4), (((2,), (1,)), ((0,), (0,)))),
-    "vector": ((8,), (8, 4), (((0,), (0,)), ((), ()))),
-}
-
-
-@pytest.mark.parametrize("shape", [*list(SHAPES)[:2], *map(slow, list(SHAPES)[2:])])
-def test_small_integers_are_multiplied_exactly(shape):
-    """Integers up to 7 fit E4M3, so only the layout is tested."""
-    lhs_shape, rhs_shape, dims = SHAPES[shape]
-    rng = np.random.default_rng(0)
-    integers = lambda shape: jnp.asarray(rng.integers(-7, 8, size=shape), jnp.float32)
-    x, w = integers(lhs_shape), integers(rhs_shape)
-    exact = lambda x, w: jax.lax.dot_general(x, w, dims)
-    y, backward = jax.vjp(exact, x, w)
-    g = integers(y.shape)
-    for got, want in zip(outputs(UP, x, w, g, dims), (y, *backward(g)), strict=True):
-        np.testing.assert_array_equal(got, want)
-
-
 def test_jax_multiplies_the_same():
     """`jax.nn.scaled_dot_general` rounds scales up and clips. JAX 0.10 lowers it for GPUs only."""
     configs = [jax.nn.get_scaled_dot_general_config("mxfp8")] * 3

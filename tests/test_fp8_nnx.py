@@ -284,29 +284,6 @@ def test_layers_that_do_not_run_keep_their_state():
 
 
 @EXPENSIVE
-def test_a_checkpoint_goes_on_bit_for_bit():
-    """`nnx.state` contains everything that must be saved."""
-    x = of_size(4, 16, 32)
-
-    def fresh():
-        model = linear()
-        return model, Optimizer(model, load_recipe(POLICIES).optimizer(optax.sgd(0.1)))
-
-    step, nodes = nnx.jit(nnx_step(loss_fn)), fresh()
-    step(*nodes, x)
-    saved = [jax.tree.map(np.array, nnx.to_pure_dict(nnx.state(node))) for node in nodes]
-    step(*nodes, 2 * x)
-    others = fresh()
-    for node, values in zip(others, saved, strict=True):
-        state = nnx.state(node)
-        nnx.replace_by_pure_dict(state, values)
-        nnx.update(node, state)
-    step(*others, 2 * x)
-    assert newest(others[0], "") == 8
-    jax.tree.map(np.testing.assert_array_equal, nnx.state(others[0]), nnx.state(nodes[0]))
-
-
-@EXPENSIVE
 def test_devices():
     """The state is combined by max over devices, and gradients are averaged."""
     mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))

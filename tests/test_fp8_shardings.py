@@ -11,6 +11,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxmp
+from arrays import assert_close, f64
 from gpu_compiler import needs_compiler
 from grids import EXPENSIVE, fast_cases
 from jaxmp import fp8
@@ -95,10 +96,8 @@ def test_results_are_those_of_one_device(name):
     one_device = jax.jit(step_of(SCALINGS[name], None))(
         X.astype(jnp.bfloat16), W.astype(jnp.bfloat16)
     )
-    for result, expected in zip(results, one_device, strict=True):
-        result, expected = (np.asarray(a, np.float32) for a in (result, expected))
-        # The order of sums differs before a rounding to bfloat16.
-        np.testing.assert_allclose(result, expected, atol=2**-7 * abs(expected).max())
+    # The order of sums differs before a rounding to bfloat16.
+    assert_close(*jax.tree.map(f64, (results, one_device)), 2**-7)
 
 
 def test_ambiguous_shardings_are_refused_as_by_jax():

@@ -28,6 +28,7 @@ import run_gpu
 import tables
 import train_step
 from grids import EXPENSIVE
+from processes import run_script
 from rounds import Rounds
 from train_step import Arm, model_of
 from workload_sizes import TOY, WORKLOADS
@@ -76,15 +77,8 @@ def test_flops_of_a_workload_count_each_matrix_six_times_per_token():
 # ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("name", "chunked"),
-    [
-        ("w1", True),
-        ("w5", False),
-        pytest.param("w1", False, marks=EXPENSIVE),
-        pytest.param("w5", True, marks=EXPENSIVE),
-    ],
-)
+@pytest.mark.parametrize("chunked", [False, True])
+@pytest.mark.parametrize("name", ["w1", "w5"])
 @EXPENSIVE
 def test_the_hand_written_model_is_that_of_the_example(name, chunked):
     size = dataclasses.replace(TOY[name], unroll=False)
@@ -288,11 +282,6 @@ def test_each_result_has_clocks_power_and_temperature(nvidia_smi, tmp_path):
 # ---------------------------------------------------------------------------
 # The suite
 # ---------------------------------------------------------------------------
-
-
-def run_suite(*options):
-    command = [sys.executable, str(BENCHMARKS / "run_gpu.py"), *options]
-    return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
 def files_of(directory):
@@ -525,7 +514,7 @@ def test_the_search_for_the_longest_sequence(monkeypatch):
 @pytest.mark.slow
 @pytest.mark.parametrize("job", ["ceilings", "optimizer", "w5 jaxmp-bf16 jaxmp-fp8_delayed"])
 def test_the_suite_rehearses(job, tmp_path):
-    done = run_suite("--toy", "--out", str(tmp_path), "--only", job)
+    done = run_script(BENCHMARKS / "run_gpu.py", "--toy", "--out", str(tmp_path), "--only", job)
     files = files_of(tmp_path)
     assert done.returncode == 0, (done.stdout, done.stderr, files)
     reports = [json.loads(text) for name, text in files.items() if name.endswith(".json")]
@@ -595,6 +584,5 @@ def test_pages_have_a_table_for_each_device_and_none_of_rehearsals(tmp_path, mon
         assert f"On {device}, `bf16` trains {2 * ratio:.2f} times as fast as `tf32`" in finding
     assert len(claims_cost.fp8_speed().table) == 2
     assert "1.40 times as fast as BF16, on NVIDIA H200" in claims_cost.fp8_speed().finding
-    for line in page.splitlines():
-        if line.startswith("| te-fp8"):
-            assert line.count("|") == 7
+    skipped = [line for line in page.splitlines() if line.startswith("| te-fp8")]
+    assert [line.count("|") for line in skipped] == [7, 7]

@@ -19,6 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import jaxmp
+from arrays import changed
 from grids import fast_cases
 from jaxmp._gradients import _dynamic_loss_scale, _loss_scale
 from jaxmp._gradients._dynamic_loss_scale import DynamicLossScale, as_loss_scale
@@ -54,11 +55,6 @@ ALL = [
 ]
 SCALED = ALL[1:]
 PATTERNS = st.lists(st.booleans(), min_size=1, max_size=30)
-
-
-def bits(tree):
-    """Returns the leaves as (dtype, bytes), for bitwise comparison."""
-    return [(np.asarray(x).dtype, np.asarray(x).tobytes()) for x in jax.tree.leaves(tree)]
 
 
 def scales(loss_scale, flags):
@@ -105,28 +101,14 @@ def test_every_attribute_is_a_leaf_or_static(make, leaves, static):
     hash(treedef)
 
 
-def test_no_setting_is_lost_by_flatten_jit_copy_or_pickle():
-    given = DynamicLossScale(**CUSTOM).adjust(True).adjust(True).adjust(False)
-    settings = {name: value for name, value in CUSTOM.items() if name != "init_scale"}
-    for got in (
-        jax.tree.map(lambda x: x, given),
-        jax.jit(lambda x: x)(given),
-        jax.tree.unflatten(*jax.tree.flatten(given)[::-1]),
-        copy.deepcopy(given),
-        copy.copy(given),
-        pickle.loads(pickle.dumps(given)),
-        given.fresh(),
-        given.adjust(True).adjust(False),
-    ):
-        assert {name: getattr(got, name) for name in settings} == settings
-    assert int(given.growth_delay_left) == 1
-    assert int(given.hysteresis_left) == 1
-
-
 @pytest.mark.parametrize("make", ALL)
 def test_copies_are_equal_and_bit_identical(make):
-    loss_scale = make().adjust(True)
+    # With `CUSTOM`, each leaf differs from that of a new scale, too.
+    loss_scale = make().adjust(True).adjust(True).adjust(False)
     for got in (
+        jax.tree.map(lambda x: x, loss_scale),
+        jax.tree.unflatten(*jax.tree.flatten(loss_scale)[::-1]),
+        copy.copy(loss_scale),
         copy.deepcopy(loss_scale),
         pickle.loads(pickle.dumps(loss_scale)),
         loss_scale.fresh(),
@@ -134,7 +116,7 @@ def test_copies_are_equal_and_bit_identical(make):
     ):
         assert got == loss_scale
         assert got is not loss_scale
-        assert bits(got) == bits(loss_scale)
+        assert not changed(got, loss_scale)
 
 
 @pytest.mark.parametrize("placeholder", [object(), None, "leaf", jax.ShapeDtypeStruct((3,), int)])
@@ -298,7 +280,7 @@ def test_powers_of_two_are_exact(x, exponent):
     if inside(float(x) * scale):
         scaled = loss_scale.scale(x)
         assert float(scaled) == float(x) * scale
-        assert bits(loss_scale.unscale(scaled)) == bits(x)
+        assert not changed(loss_scale.unscale(scaled), x)
     if inside(float(x) / scale):
         assert float(loss_scale.unscale(x)) == float(x) / scale
 
@@ -310,7 +292,7 @@ def test_unscale_divides(x, scale):
     with np.errstate(over="ignore", under="ignore"):
         expected = x / scale
     if expected == 0 or abs(expected) >= SMALLEST_SCALE:
-        assert bits(StaticLossScale(scale).unscale(x)) == bits(expected)
+        assert not changed(StaticLossScale(scale).unscale(x), expected)
 
 
 @pytest.mark.parametrize("scale", [2.0**-14, 3.0, 1000.0, 2.0**24, 2.0**126])
@@ -472,7 +454,7 @@ def test_the_traced_step_is_the_documented_one_bit_for_bit(settings, flags):
         with np.errstate(over="ignore", under="ignore"):
             exec(step, state)
         loss_scale = loss_scale.adjust(flag)
-        assert bits(loss_scale.scale_value) == bits(state["scale"])
+        assert not changed(loss_scale.scale_value, state["scale"])
         assert int(loss_scale.good_steps) == state["good_steps"]
         assert int(loss_scale.growth_delay_left) == state["growth_delay_left"]
         if settings["hysteresis"] > 1:
@@ -517,11 +499,11 @@ def test_eager_jit_scan_and_vmap_agree_bit_for_bit(make):
     eager = jax.tree.map(
         lambda *x: jnp.stack(x), *[loop(lambda s, f: s.adjust(f), row) for row in flags]
     )
-    assert bits(eager) == bits(
-        jax.tree.map(lambda *x: jnp.stack(x), *[loop(jitted, r) for r in flags])
+    assert not changed(
+        eager, jax.tree.map(lambda *x: jnp.stack(x), *[loop(jitted, r) for r in flags])
     )
-    assert bits(eager) == bits(jax.tree.map(lambda *x: jnp.stack(x), *map(jax.jit(scan), flags)))
-    assert bits(eager) == bits(jax.vmap(scan)(jnp.asarray(flags)))
+    assert not changed(eager, jax.tree.map(lambda *x: jnp.stack(x), *map(jax.jit(scan), flags)))
+    assert not changed(eager, jax.vmap(scan)(jnp.asarray(flags)))
 
 
 @pytest.mark.usefixtures("check_leaks")
@@ -535,36 +517,10 @@ def test_no_tracer_leaks():
 @pytest.mark.parametrize("flag", [True, np.bool_(True), np.array(True), jnp.array(True)])
 def test_flags_of_every_kind(flag):
     loss_scale = DynamicLossScale(8, growth_interval=1)
-    assert bits(loss_scale.adjust(flag)) == bits(loss_scale.adjust(jnp.array(True)))
+    assert not changed(loss_scale.adjust(flag), loss_scale.adjust(jnp.array(True)))
     assert float(loss_scale.adjust(flag).scale_value) == 16
     falls = False if isinstance(flag, bool) else ~flag
     assert float(loss_scale.adjust(falls).scale_value) == 4
-
-
-@pytest.mark.parametrize("interval", [1, 2, 3, 2000])
-def test_grows_after_exactly_the_interval(interval):
-    @jax.jit
-    def run(loss_scale):
-        step = lambda s, _: ((n := s.adjust(True)), n.scale_value)
-        return jax.lax.scan(step, loss_scale, length=2 * interval)[1]
-
-    got = np.asarray(run(DynamicLossScale(8, growth_interval=interval)))
-    expected = np.repeat([8.0, 16.0, 32.0], interval)[1 : 2 * interval + 1]
-    np.testing.assert_array_equal(got, expected)
-
-
-def test_an_overflow_starts_the_count_anew():
-    loss_scale = DynamicLossScale(8, growth_interval=2)
-    assert scales(loss_scale, [True, False, True, True]) == [8, 4, 4, 8]
-
-
-def test_the_floor_survives_jit_and_flatten():
-    """If flattening lost the minimum, the scale would decrease below it."""
-    loss_scale = DynamicLossScale(1, min_scale=0.25)
-    fall = jax.jit(lambda s: s.adjust(False))
-    for _ in range(8):
-        loss_scale = jax.tree.map(lambda x: x, fall(loss_scale))
-    assert float(loss_scale.scale_value) == 0.25 == loss_scale.min_scale
 
 
 @pytest.mark.parametrize("name", ["torch", "keras"])
@@ -589,14 +545,6 @@ def test_never_infinite():
 def test_the_ceiling():
     assert scales(DynamicLossScale(8, growth_interval=1, max_scale=20), [True] * 3) == [16, 20, 20]
     assert scales(DynamicLossScale(2.0**24, growth_interval=1), [True]) == [2.0**24]
-
-
-def test_hysteresis_is_refilled_by_growth_or_by_a_clean_step():
-    flags = [False, True, False, True, False, False]
-    growth = DynamicLossScale(256, hysteresis=2, growth_interval=100)
-    clean = DynamicLossScale(256, hysteresis=2, growth_interval=100, hysteresis_refill="clean")
-    assert scales(growth, flags) == [256, 256, 128, 128, 64, 32]
-    assert scales(clean, flags) == [256, 256, 256, 256, 256, 128]
 
 
 def test_first_growth_delay_follows_the_start_and_each_overflow():

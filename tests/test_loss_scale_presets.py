@@ -145,57 +145,31 @@ def test_a_wrong_preset_is_noticed():
         assert_same_sequence(ours, pattern, deepspeed_model(pattern, 256.0, growth_interval=2))
 
 
-# The same pattern for all, worked by hand from the published rules.
-TRACE = "..x.x..xx...."
+# Patterns that were worked by hand from the published rules.
+TRACE, ALTERNATING = "..x.x..xx....", "x." * 4
+CLEAN = {"hysteresis_refill": "clean"}
+APEX = {"hysteresis": 2, **CLEAN}
 WORKED = {
-    "torch": ("torch", {}, "256 512 256 256 128 128 256 128 64 64 128 128 256"),
-    "keras": ("keras", {}, "256 512 256 256 128 128 256 128 64 64 128 128 256"),
-    "tensorflow": ("tensorflow", {}, "256 512 256 256 128 128 256 128 64 64 128 128 256"),
-    "megatron": ("megatron", {}, "256 512 512 512 256 256 512 512 256 256 512 512 1024"),
-    "apex kernel": (
-        "torch",
-        {"hysteresis": 2, "hysteresis_refill": "clean"},
-        "256 512 512 512 512 512 1024 1024 512 512 1024 1024 2048",
-    ),
-    "deepspeed": ("deepspeed", {}, "256 256 256 256 128 128 128 64 32 32 32 64 64"),
-    "deepspeed consecutive": (
-        "deepspeed",
-        {"hysteresis_refill": "clean"},
-        "256 256 256 256 256 256 256 256 128 128 128 256 256",
-    ),
+    "torch": ("torch", {}, TRACE, "256 512 256 256 128 128 256 128 64 64 128 128 256"),
+    "keras": ("keras", {}, TRACE, "256 512 256 256 128 128 256 128 64 64 128 128 256"),
+    "tensorflow": ("tensorflow", {}, TRACE, "256 512 256 256 128 128 256 128 64 64 128 128 256"),
+    "megatron": ("megatron", {}, TRACE, "256 512 512 512 256 256 512 512 256 256 512 512 1024"),
+    "apex kernel": ("torch", APEX, TRACE, "256 " + "512 " * 5 + "1024 1024 512 512 1024 1024 2048"),
+    "deepspeed": ("deepspeed", {}, TRACE, "256 256 256 256 128 128 128 64 32 32 32 64 64"),
+    "deepspeed consecutive": ("deepspeed", CLEAN, TRACE, "256 " * 8 + "128 128 128 256 256"),
+    "deepspeed, alternating": ("deepspeed", {}, ALTERNATING, "256 256 128 128 64 64 32 32"),
+    "megatron, alternating": ("megatron", {}, ALTERNATING, "256 256 128 128 64 64 32 32"),
+    "deepspeed consecutive, alternating": ("deepspeed", CLEAN, ALTERNATING, "256 " * 8),
+    "apex kernel, alternating": ("torch", APEX, ALTERNATING, "256 " * 8),
 }
-
-
-def scales(loss_scale, pattern):
-    out = []
-    for step in pattern:
-        loss_scale = loss_scale.adjust(step == ".")
-        out.append(float(loss_scale.scale_value))
-    return out
 
 
 @pytest.mark.parametrize("name", WORKED)
 def test_worked_traces(name):
-    preset, options, expected = WORKED[name]
-    got = scales(
-        DynamicLossScale.preset(preset, init_scale=256, growth_interval=2, min_scale=1, **options),
-        TRACE,
-    )
-    assert got == [float(x) for x in expected.split()]
-
-
-@pytest.mark.parametrize(
-    ("preset", "options", "expected"),
-    [
-        ("deepspeed", {}, "256 256 128 128 64 64 32 32"),
-        ("megatron", {}, "256 256 128 128 64 64 32 32"),
-        ("deepspeed", {"hysteresis_refill": "clean"}, "256 " * 8),
-        ("torch", {"hysteresis": 2, "hysteresis_refill": "clean"}, "256 " * 8),
-    ],
-)
-def test_worked_traces_of_alternating_overflows(preset, options, expected):
-    made = DynamicLossScale.preset(preset, init_scale=256, **options)
-    assert scales(made, "x." * 4) == [float(x) for x in expected.split()]
+    preset, options, pattern, expected = WORKED[name]
+    settings = {"init_scale": 256, "growth_interval": 2, "min_scale": 1, **options}
+    loss_scale = DynamicLossScale.preset(preset, **settings)
+    assert_same_sequence(loss_scale, pattern, map(float, expected.split()))
 
 
 # ---------------------------------------------------------------------------

@@ -11,6 +11,7 @@ import pytest
 from flax import nnx
 
 import jaxmp
+from arrays import plain
 from grids import EXPENSIVE
 from training_steps import nnx_step
 
@@ -55,10 +56,6 @@ def objects():
 
 
 def arrays(tree):
-    def plain(x):
-        is_key = jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
-        return np.asarray(jax.random.key_data(x) if is_key else x)
-
     return jax.tree.map(plain, nnx.as_pure(tree))
 
 

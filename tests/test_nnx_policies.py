@@ -4,6 +4,7 @@ import copy
 import dataclasses
 import pickle
 import threading
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -21,7 +22,7 @@ from jaxmp._flax._nnx_model import apply_policy, find_modules, paths_of
 from jaxmp._policies._load import PolicyMap
 from jaxmp._policies._policy import Policy
 from jaxmp._policies._rules import Rule
-from jaxmp.errors import CompositionError, PolicyError, RuleError
+from jaxmp.errors import CompositionError, RuleError
 from programs import dtypes, module_path, named, products, relative_error, trace
 from training_steps import nnx_step
 
@@ -101,33 +102,20 @@ class Product(nnx.Module):
 # ---------------------------------------------------------------------------
 
 
-def attributes(model):
-    return {path: (type(module), dict(vars(module))) for path, module in nnx.iter_modules(model)}
-
-
-def test_the_original_keeps_its_bits_its_attributes_and_its_program():
+def test_the_original_keeps_its_bits_and_its_program():
     model, x = Net(rngs()), floats(2, 3)
-    outputs, state, before = model(x), bits_of(nnx.state(model)), attributes(model)
+    outputs, state, graph = model(x), bits_of(nnx.state(model)), nnx.graphdef(model)
     equations = list(map(str, program(model, x)))
     wrapped = apply_policy(model, PolicyMap("float16", [Rule("head", "p=f32,o=f32")]))
     wrapped(x)
     nnx.jit(lambda model, x: model(x))(wrapped, x)
     assert bits_of(model(x)) == bits_of(outputs)
     assert bits_of(nnx.state(model)) == state
-    assert list(map(str, program(model, x))) == equations
-    after = attributes(model)
-    assert before.keys() == after.keys()
-    for path, (kind, values) in before.items():
-        assert after[path][0] is kind
-        assert all(after[path][1][name] is value for name, value in values.items()), path
+    assert list(map(str, program(model, x))) == equations and nnx.graphdef(model) == graph
 
 
-def test_variables_are_shared_and_modules_are_not():
-    model = Net(rngs())
-    wrapped = apply_policy(model, MIXED)
-    assert wrapped is not model and wrapped.head is not model.head
-    assert wrapped.head.kernel is model.head.kernel
-    assert wrapped.blocks[1].w is model.blocks[1].w
+def test_a_wrapped_model_looks_like_the_original():
+    wrapped = apply_policy(Net(rngs()), MIXED)
     assert isinstance(wrapped, Net) and isinstance(wrapped.head, nnx.Linear)
     for name in ("__name__", "__qualname__", "__module__", "__doc__"):
         assert getattr(type(wrapped), name) == getattr(Net, name)
@@ -689,12 +677,12 @@ def test_hard_coded_dtypes_are_overridden():
 @pytest.mark.parametrize(("matmul", "expected"), [("highest", "HIGHEST"), ("tf32", "HIGH")])
 def test_precision_of_float32_products_forward_and_backward(matmul, expected):
     policies = PolicyMap(Policy("f32", "f32", "f32"), [Rule("blocks/1/**", matmul=matmul)])
+    found = Counter()
     for equation in products(gradient_program(apply_policy(Net(rngs()), policies), floats(2, 3))):
-        precision = equation.params["precision"]
-        if "blocks/1" in module_path(equation):
-            assert [str(side) for side in precision] == [expected] * 2
-        else:
-            assert precision is None
+        sides = tuple(map(str, equation.params["precision"] or ()))
+        found["blocks/1" in module_path(equation), sides] += 1
+    # A block has two products, each with two gradients; that of the input of the model is not used.
+    assert found == {(True, (expected, expected)): 6, (False, ()): 8}
 
 
 WIDE = PolicyMap("bfloat16", [Rule("", "o=f32")])
@@ -880,12 +868,19 @@ def test_what_is_no_nnx_model_is_refused(model, message):
         apply_policy(model, MIXED)
 
 
-@pytest.mark.parametrize("policies", ["p=f8_e4m3fn,c=f32", "int8", "nonsense", None, 3])
-def test_policies_that_no_module_can_follow_are_refused(policies):
-    with pytest.raises(jaxmp.JaxmpError):
+@pytest.mark.parametrize(
+    ("policies", "message"),
+    [
+        ("p=f8_e4m3fn,c=f32", "modules store and compute in 16 bits or more"),
+        ("int8", "Integer format 'int8'"),
+        ("nonsense", "'nonsense' is not a recipe or a policy"),
+        (None, "None is not a dtype"),
+        (3, "3 is not a dtype"),
+    ],
+)
+def test_policies_that_no_module_can_follow_are_refused(policies, message):
+    with pytest.raises(jaxmp.JaxmpError, match=message):
         apply_policy(Net(rngs()), policies)
-    with pytest.raises(PolicyError, match="16 bits"):
-        apply_policy(Net(rngs()), PolicyMap(MIXED, [Rule("head", "c=f8_e4m3fn")]))
 
 
 def test_a_linen_module_in_a_bridge_gets_its_policies_before_it():
@@ -1326,10 +1321,6 @@ class Energy(nnx.Module):
         return nnx.grad(lambda model, x: model.energy(x), argnums=1)(self, x)
 
 
-def ensemble(rngs):
-    return nnx.split_rngs(splits=4)(nnx.vmap(Block))(rngs)
-
-
 @pytest.mark.parametrize("make", [Remat, Scan, Energy])
 @fast_cases("Remat", "Scan")
 def test_transformations_inside_a_model(make):
@@ -1364,17 +1355,6 @@ def test_a_scan_over_blocks_obeys_rules_by_path():
         "head": "bfloat16",
     }
     assert last == kinds
-
-
-@EXPENSIVE
-def test_an_ensemble_by_vmap():
-    model, x = ensemble(rngs()), floats(2, 3)
-    wrapped = apply_policy(model, MIXED)
-    run = nnx.vmap(lambda model, x: model(x), in_axes=(0, None))
-    out = run(wrapped, x)
-    assert out.shape == (4, 2, 3) and relative_error(out, run(model, x)) < 0.03
-    graphdef, state = nnx.split(wrapped)
-    assert operands(trace(lambda s: run(nnx.merge(graphdef, s), x), state)) == {BF16}
 
 
 def test_split_update_view_and_abstract_models():

@@ -6,7 +6,6 @@ import itertools
 import json
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
@@ -28,6 +27,7 @@ from jaxmp._tools.audit._trace import trace
 from jaxmp._tools.nonfinite import NonfiniteReport
 from jaxmp._tools.nonfinite._record import Program, Recorded, Recorder
 from planted_nonfinite import HEAD, PLANTS
+from processes import run_script
 from sources import code_of, load_module, replace_expression
 from training_steps import new_state, state_step
 
@@ -616,13 +616,10 @@ print(jaxmp.locate_nonfinite(step, jnp.ones((8, 8)), x).to_json())
 def test_a_scan_on_a_mesh_of_eight_devices(tmp_path):
     """Rows 4 and 5 are on devices 4 and 5. Row 5 reaches 4,007, 32,056 and 128,224 per device."""
     flags = f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count=8"
-    env = os.environ | {"XLA_FLAGS": flags}
 
     def diagnosis(program):
         (tmp_path / "run.py").write_text(program)
-        done = subprocess.run(
-            [sys.executable, "run.py"], cwd=tmp_path, env=env, capture_output=True, text=True
-        )
+        done = run_script("run.py", cwd=tmp_path, XLA_FLAGS=flags)
         assert done.returncode == 0, done.stderr
         return NonfiniteReport.from_json(done.stdout)
 

@@ -301,7 +301,7 @@ def test_a_name_that_cannot_be_loaded_is_quoted_with_one_that_can(name, words):
 
 @pytest.mark.parametrize("bad", ["p=f32,c=bf61", "int8", "c=int8", None, 3.5])
 def test_a_bad_policy_is_a_policy_error(bad):
-    with pytest.raises(PolicyError):
+    with pytest.raises(PolicyError, match=re.escape(repr(bad))):
         load_recipe(bad)
 
 
@@ -693,20 +693,20 @@ def test_a_refused_replacement_names_one_that_is_taken(changes, words):
 
 
 @pytest.mark.parametrize(
-    "changes",
+    "changes, words",
     [
-        {"policies": "half", "master": "packed"},
-        {"loss_scale": {"kind": "static"}},
-        {"loss_scale": {"kind": "none", "init_scale": 8}},
-        {"loss_scale": {"init_scal": 8}},
-        {"loss_scale": {"init_scale": -8}},
-        {"loss_scale": object()},
-        {"policies": "p=f32,c=f16", "skip": "none"},
-        {"policies": "nothing"},
+        ({"policies": "half", "master": "packed"}, "stores parameters in float16"),
+        ({"loss_scale": {"kind": "static"}}, "requires a value"),
+        ({"loss_scale": {"kind": "none", "init_scale": 8}}, 'requires kind = "dynamic"'),
+        ({"loss_scale": {"init_scal": 8}}, "Did you mean 'init_scale'"),
+        ({"loss_scale": {"init_scale": -8}}, "init_scale = -8.0 is not allowed"),
+        ({"loss_scale": object()}, "is not a loss scale"),
+        ({"policies": "p=f32,c=f16", "skip": "none"}, "overflows regularly"),
+        ({"policies": "nothing"}, "'nothing' is not a recipe or a policy"),
     ],
 )
-def test_contradictions_in_python_are_refused(changes):
-    with pytest.raises(JaxmpError):
+def test_contradictions_in_python_are_refused(changes, words):
+    with pytest.raises(JaxmpError, match=words):
         load_recipe("bf16").replace(**changes)
 
 

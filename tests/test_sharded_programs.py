@@ -97,6 +97,6 @@ def test_recorded_programs_are_within_the_limits():
 
 
 def test_recorded_programs_of_the_oldest_version():
-    for row in recorded("sharded_programs_h200_oldest"):
-        if row["recipe"] in sharded_programs.RECIPES:
-            assert sharded_programs.violations(row) == []
+    rows = recorded("sharded_programs_h200_oldest")
+    own = [row for row in rows if row["recipe"] in sharded_programs.RECIPES]
+    assert len(own) > 5 and not any(map(sharded_programs.violations, own))

@@ -88,9 +88,10 @@ def test_the_first_leaf_of_all_may_stand_for_the_loss():
 
 def test_a_collapsed_scale_names_the_leaf_too():
     scale = jaxmp.DynamicLossScale(init_scale=2.0, min_scale=1.0)
-    state = state_after(3, "fp16", loss_scale=scale)
-    with pytest.raises(ScaleCollapsedError, match=r"\(3 skipped in total\)\. .* that of 'b:w'\."):
-        jaxmp.check(state)
+    jaxmp.check(state_after(1, "fp16", loss_scale=scale))
+    message = r"minimum, 1, and 2 consecutive step.* \(3 skipped in total\)\. .* that of 'b:w'\."
+    with pytest.raises(ScaleCollapsedError, match=message):
+        jaxmp.check(state_after(3, "fp16", loss_scale=scale))
 
 
 @pytest.mark.parametrize("fix", ["DynamicLossScale())", "init_scale=2.0**8))"])

@@ -5,7 +5,6 @@ import json
 import re
 from pathlib import Path
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import ml_dtypes
@@ -18,6 +17,7 @@ from jax.experimental import pallas as pl
 from jax.sharding import AxisType, PartitionSpec
 
 import jaxmp
+import models_nnx
 import training_stats
 from arrays import normal
 from grids import EXPENSIVE
@@ -26,6 +26,7 @@ from jaxmp._tools.audit._trace import trace
 from jaxmp._tools.stats._measure import FORMATS, measure_tensor
 from jaxmp._tools.stats._with_stats import _Program
 from jaxmp.errors import AuditError
+from models_linen import Perceptron
 from training_steps import new_state, state_step
 
 pytestmark = pytest.mark.usefixtures("standard_promotion", "rank_promotion")
@@ -267,34 +268,18 @@ def test_a_scan_has_a_row_for_each_layer(remat):
     assert any(np.isclose(row, float(jnp.abs(gradient).max()), rtol=1e-5) for row in rows)
 
 
-class Model(nn.Module):
-    @nn.compact
-    def __call__(self, x):
-        x = nn.Dense(16, name="up")(x)
-        return nn.Dense(8, name="down")(jnp.tanh(x))
-
-
 def test_linen_modules_have_their_paths():
-    model = Model()
+    model = Perceptron()
     variables = model.init(jax.random.key(0), X)
     grad = jax.grad(lambda v, x: jnp.mean(jnp.square(model.apply(v, x))))
     tensors = shapes_of(grad, variables, X)
-    assert set(tensors["activations"]) >= {"up", "down"}
-    assert {f"v['params']['{n}']['kernel']" for n in ("up", "down")} <= set(tensors["gradients"])
-    assert {"up:lhs", "down:output_grad"} <= set(tensors["operands"])
-
-
-class Net(nnx.Module):
-    def __init__(self, rngs):
-        self.up = nnx.Linear(32, 16, use_bias=False, rngs=rngs)
-        self.down = nnx.Linear(16, 8, use_bias=False, rngs=rngs)
-
-    def __call__(self, x):
-        return self.down(jnp.tanh(self.up(x)))
+    assert set(tensors["activations"]) >= {"hidden", "out"}
+    assert {f"v['params']['{n}']['kernel']" for n in ("hidden", "out")} <= set(tensors["gradients"])
+    assert {"hidden:lhs", "out:output_grad"} <= set(tensors["operands"])
 
 
 def test_nnx_modules_are_measured_and_not_changed():
-    model = Net(nnx.Rngs(0))
+    model = models_nnx.Perceptron(nnx.Rngs(0), 32)
     optimizer = nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.Param)
 
     @nnx.jit
@@ -307,8 +292,8 @@ def test_nnx_modules_are_measured_and_not_changed():
     tensors = jaxmp.with_stats(step)(model, optimizer, X).tensors
     jax.tree.map(np.testing.assert_array_equal, nnx.state(model), before)
     step(model, optimizer, X)
-    (update,) = (x for n, x in tensors["updates"].items() if "up" in n and "kernel" in n)
-    want = jnp.abs(model.up.kernel[...] - before["up"]["kernel"][...]).max()
+    (update,) = (x for n, x in tensors["updates"].items() if "hidden" in n and "kernel" in n)
+    want = jnp.abs(model.hidden.kernel[...] - before["hidden"]["kernel"][...]).max()
     assert float(update.amax) == pytest.approx(float(want), rel=1e-4)
     assert len(tensors["gradients"]) == 2 and len(tensors["parameters"]) >= 2
 

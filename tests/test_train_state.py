@@ -14,7 +14,7 @@ from flax.training import train_state as flax_train_state
 
 import jaxmp
 from arrays import changed
-from grids import EXPENSIVE, REST, each_value, fast_cases
+from grids import REST, each_value, fast_cases
 from relaxed import relaxed
 from training_steps import new_state, state_step
 
@@ -133,21 +133,6 @@ def test_a_skipped_step_changes_only_scale_and_counters(run, kind):
     assert int(after.step) == 2 and bool(jaxmp.get_skip_stats(after).last_finite)
 
 
-@EXPENSIVE
-def test_two_states_of_one_recipe_survive_donation():
-    for recipe in RECIPES:
-        tx = jaxmp.load_recipe(recipe).optimizer(relaxed(optax.adamw(1e-2)))
-        params = {"w": jnp.ones((3, 1))}
-        create = lambda: jaxmp.TrainState.create(apply_fn=None, params=params, tx=tx)
-        step = state_step(lambda p, x: jnp.mean((x @ p["w"].astype(x.dtype)) ** 2))
-        step = jax.jit(step, donate_argnums=0)
-        for state in (create(), create()):
-            for _ in range(3):
-                state, loss = step(state, jnp.ones((2, 3)))
-            assert np.isfinite(loss)
-        assert np.isfinite(step(create(), jnp.ones((2, 3)))[1])
-
-
 def test_every_leaf_is_a_strongly_typed_array():
     for recipe in RECIPES:
         state, _ = setup(recipe)
@@ -214,10 +199,7 @@ def test_the_dtypes_of_gradients_do_not_change_the_update():
         results.append(state.apply_gradients(grads={"w": jnp.ones(3)}))
     plain, recorded = results
     assert recorded.opt_state.settings.gradients.reduce_dtype == "float64"
-    for one, other in zip(
-        jax.tree.leaves(plain.opt_state), jax.tree.leaves(recorded.opt_state), strict=True
-    ):
-        np.testing.assert_array_equal(one, other)
+    assert not changed(plain.opt_state, recorded.opt_state)
     assert jaxmp.get_master_params(recorded)["w"].tolist() == [1, 1, 1]
 
 

@@ -19,6 +19,7 @@ from flax import nnx
 from scipy import stats
 
 import jaxmp
+import models_nnx
 import validate_coverage
 from grids import EXPENSIVE
 from jaxmp._tools.validate import _compare, _train
@@ -56,15 +57,6 @@ HELD_OUT = [*data(99, 2)]
 
 def squared_error(model, x):
     return jnp.mean((model(x) - jnp.sin(x[..., :4])) ** 2)
-
-
-class NnxPerceptron(nnx.Module):
-    def __init__(self, seed):
-        self.hidden = nnx.Linear(8, 16, rngs=nnx.Rngs(seed))
-        self.out = nnx.Linear(16, 4, rngs=nnx.Rngs(seed + 100))
-
-    def __call__(self, x):
-        return self.out(nnx.tanh(self.hidden(x)))
 
 
 TRAINING = {
@@ -248,7 +240,7 @@ def test_json_round_trip(report):
 
 @EXPENSIVE
 def test_nnx_gives_the_same_kind_of_report():
-    report = run(NnxPerceptron, seeds=1)
+    report = run(lambda seed: models_nnx.Perceptron(nnx.Rngs(seed)), seeds=1)
     assert report["bf16"].verdict == "inconclusive"
     assert "one seed" in report["bf16"].power.text
     shown = report.to_text(full=True)
@@ -352,17 +344,16 @@ def test_an_outlier_from_four_seeds_on_does_not_pass():
     # The report says why.
     reference = records("fp32", [1.0] * 10)
     candidate = records("bf16", [math.exp(value) for value in (*usual, 0.0035)])
-    checks, _, _ = compare_metrics(reference, candidate, [MetricChoice()], jaxmp.Budget())
-    assert "with an outlier, one seed at 0.341 % from the others" in checks[0].text
+    (check, *_) = compared(reference, candidate)
+    assert "with an outlier, one seed at 0.341 % from the others" in check.text
 
 
 def test_an_improvement_beyond_the_budget_differs():
     reference, better = records("fp32", [1.0, 1.1, 1.2]), records("bf16", [0.84, 0.925, 1.01])
-    checks, _, _ = compare_metrics(reference, better, [MetricChoice()], jaxmp.Budget())
-    assert checks[0].verdict == "differs" and checks[0].high < -0.005
+    (check, *_) = compared(reference, better)
+    assert check.verdict == "differs" and check.high < -0.005
     noisy = records("bf16", [0.84, 1.1, 1.35])
-    checks, _, _ = compare_metrics(reference, noisy, [MetricChoice()], jaxmp.Budget())
-    assert checks[0].verdict == "inconclusive"
+    assert compared(reference, noisy)[0].verdict == "inconclusive"
 
 
 def test_another_loss_on_identical_parameters_differs():
@@ -420,6 +411,12 @@ def records(name, finals, accuracy=None, first=2.0, metric="loss"):
     ]
 
 
+def compared(reference, candidate, metrics=None, budget=None):
+    """Returns the checks of the metrics."""
+    chosen = metrics or [MetricChoice()]
+    return compare_metrics(reference, candidate, chosen, budget or jaxmp.Budget())[0]
+
+
 @pytest.mark.parametrize(("shift", "verdict"), [(0.0, "pass"), (0.01, "fail")])
 def test_a_planted_difference_is_detected_through_the_spread_of_seeds(shift, verdict):
     """Seeds differ by 2 %, and the recipes by 0 or 1 % with a deviation of 0.1 %."""
@@ -428,10 +425,8 @@ def test_a_planted_difference_is_detected_through_the_spread_of_seeds(shift, ver
     for _ in range(20):
         reference = 1.5 * np.exp(rng.normal(0, 0.02, 5))
         candidate = reference * np.exp(rng.normal(shift, 0.001, 5))
-        checks, _, _ = compare_metrics(
-            records("fp32", reference), records("bf16", candidate), [MetricChoice()], budget
-        )
-        verdicts.append(checks[0].verdict)
+        pair = records("fp32", reference), records("bf16", candidate)
+        verdicts.append(compared(*pair, budget=budget)[0].verdict)
     assert verdicts.count(verdict) >= 19
 
 
@@ -448,17 +443,15 @@ def test_a_small_loss_is_judged_by_accuracy_and_absolute_loss():
     )
     budget = resolve_budgets(None, {"bf16": jaxmp.load_recipe("bf16")})["bf16"]
     candidate = records("bf16", [0.032, 0.034, 0.033], accuracy=0.988)
-    checks, _, _ = compare_metrics(reference, candidate, metrics, budget)
+    checks = compared(reference, candidate, metrics, budget)
     assert [(check.name, check.verdict) for check in checks] == [
         ("held_out_accuracy", "pass"),
         ("held_out_loss", "pass"),
         ("final_loss", "pass"),
     ]
     assert checks[0].value == pytest.approx(0.002)
-    worse, _, _ = compare_metrics(
-        reference, records("bf16", [0.03, 0.032, 0.031], accuracy=0.9), metrics, budget
-    )
-    assert worse[0].verdict == "fail"
+    worse = records("bf16", [0.03, 0.032, 0.031], accuracy=0.9)
+    assert compared(reference, worse, metrics, budget)[0].verdict == "fail"
     assert choose_metrics(records("fp32", [1.5, 1.6]))[0].scale == "relative"
 
 
@@ -490,7 +483,7 @@ def test_losses_that_are_not_positive_are_compared_in_units_of_their_range(offse
         if offset == 0:
             evaluations = {"loss": (1.0, shift)}
             candidate = [dataclasses.replace(each, evaluations=evaluations) for each in candidate]
-        checks, _, _ = compare_metrics(reference, candidate, metrics, jaxmp.Budget())
+        checks = compared(reference, candidate, metrics)
         assert checks[0].verdict == verdict
         training = choose_training(reference, candidate)
         assert all(check.budget > 0 for check in checks)
@@ -511,8 +504,7 @@ def test_near_zero_training_losses_do_not_decide():
             for record in records("x", [1.0, 1.1])
         ]
 
-    checks, _, _ = compare_metrics(overfit(1e-5), overfit(2e-5), [MetricChoice()], jaxmp.Budget())
-    assert [(each.name, each.verdict) for each in checks] == [
+    assert [(each.name, each.verdict) for each in compared(overfit(1e-5), overfit(2e-5))] == [
         ("held_out_loss", "pass"),
         ("final_loss", "pass"),
     ]
@@ -537,8 +529,8 @@ def test_half_of_a_score_fails(name):
         records("fp32", [0.8, 0.82], metric=name, first=0.2),
         records("x", [0.4, 0.41], metric=name, first=0.2),
     )
-    checks, _, _ = compare_metrics(reference, half, choose_metrics(reference), jaxmp.Budget())
-    assert checks[0].verdict == "fail" and abs(checks[0].value) >= 0.4 - 1e-12
+    (check, *_) = compared(reference, half, choose_metrics(reference))
+    assert check.verdict == "fail" and abs(check.value) >= 0.4 - 1e-12
 
 
 def test_a_score_of_an_unknown_direction_fails_in_both_directions():
@@ -546,11 +538,11 @@ def test_a_score_of_an_unknown_direction_fails_in_both_directions():
     for factor, verdict in ((1.02, "fail"), (0.98, "fail"), (1.001, "pass"), (0.999, "pass")):
         candidate = records("x", [0.8 * factor, 0.82 * factor], metric="z")
         metrics = choose_metrics(reference)
-        checks, _, _ = compare_metrics(reference, candidate, metrics, jaxmp.Budget())
-        assert metrics[0].direction == "two-sided" and checks[0].verdict == verdict
+        assert metrics[0].direction == "two-sided"
+        assert compared(reference, candidate, metrics)[0].verdict == verdict
         declared = choose_metrics(reference, directions={"z": "max"})
-        checks, _, _ = compare_metrics(reference, candidate, declared, jaxmp.Budget())
-        assert checks[0].verdict == ("differs" if factor == 1.02 else verdict)
+        better = "differs" if factor == 1.02 else verdict
+        assert compared(reference, candidate, declared)[0].verdict == better
 
 
 def test_budgets_of_metrics_are_relative_or_absolute():
@@ -565,7 +557,7 @@ def test_budgets_of_metrics_are_relative_or_absolute():
         jaxmp.Budget(absolute={"reward": 2.0}),
     ):
         metrics = choose_metrics(reference, candidate, {"reward": "max"}, [budget])
-        check = compare_metrics(reference, candidate, metrics, budget)[0][0]
+        check = compared(reference, candidate, metrics, budget)[0]
         verdicts[check.scale, round(check.budget, 6)] = check.verdict
     assert verdicts == {
         ("relative", 0.005): "fail",
@@ -592,12 +584,12 @@ def test_a_mean_within_the_rounding_of_fp32_metrics_is_zero():
     ]
     assert np.mean(differences) != 0
     metrics = choose_metrics(reference)
-    check, *_ = compare_metrics(reference, candidate, metrics, jaxmp.Budget())[0]
+    (check, *_) = compared(reference, candidate, metrics)
     assert check.value == 0 and "accuracy 0 (-0.0" in check.text
     assert check.high > 0 > check.low
     # A difference of one image is not rounding.
     higher = dataclasses.replace(candidate[0], evaluations={"accuracy": (0.1, 441 / 450)})
-    check, *_ = compare_metrics(reference, [higher, *candidate[1:]], metrics, jaxmp.Budget())[0]
+    (check, *_) = compared(reference, [higher, *candidate[1:]], metrics)
     assert check.value == pytest.approx(-1 / 450 / 3, rel=1e-3)
 
 
@@ -617,7 +609,7 @@ def test_wrong_budgets_of_metrics_are_named(tables, match):
 def test_a_diverged_run_fails():
     budget = resolve_budgets(0.5, {"bf16": jaxmp.load_recipe("bf16")})["bf16"]
     pair = records("fp32", [1.0, 1.0]), records("bf16", [1.0, math.nan])
-    assert compare_metrics(*pair, [MetricChoice()], budget)[0][0].verdict == "fail"
+    assert compared(*pair, budget=budget)[0].verdict == "fail"
 
 
 # ---------------------------------------------------------------------------

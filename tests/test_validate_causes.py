@@ -92,7 +92,7 @@ class Attention(nn.Module):
         return nn.Dense(4, name="out")(jax.nn.softmax(logits).astype(value.dtype) @ value)
 
 
-@pytest.mark.parametrize("is_fp32", [False, pytest.param(True, marks=EXPENSIVE)])
+@pytest.mark.parametrize("is_fp32", [False, True])
 @EXPENSIVE
 def test_half_softmax_at_large_logits(is_fp32):
     report = run(Attention(is_fp32), ["bf16"], shape=(8, 8, 8), budgets=0.05)
@@ -158,7 +158,7 @@ class Normalized(nn.Module):
         return nn.Dense(4, name="out")(nn.relu(Norm(self.is_fp32, name="norm")(h)))
 
 
-@pytest.mark.parametrize("is_fp32", [False, pytest.param(True, marks=EXPENSIVE)])
+@pytest.mark.parametrize("is_fp32", [False, True])
 @EXPENSIVE
 def test_16_bit_batch_norm_statistics(is_fp32):
     seeds = 4 if is_fp32 else 2  # the interval of two seeds is too wide for a pass
@@ -189,7 +189,7 @@ def cross_entropy(model, x):
     return optax.softmax_cross_entropy_with_integer_labels(logits, x.argmax(-1)).mean()
 
 
-@pytest.mark.parametrize("size", [pytest.param(1.0, marks=EXPENSIVE), 30.0])
+@pytest.mark.parametrize("size", [1.0, 30.0])
 @EXPENSIVE
 def test_fp8_head_with_large_weights(size):
     report = run(Head(size), ["fp8"], cross_entropy, (256, 16), rate=1e-4, budgets=0.1)
