@@ -171,7 +171,7 @@ def test_policies_among_recipes_stay_whole():
     assert _arguments.split_recipes(text) == split
 
 
-OLD = '{"compare_steps": []}'
+OLD = '{"candidates": [], "compare_steps": []}'
 SLEEP = "import time; print('started', flush=True); time.sleep(600)\n"
 MOMENTS = {
     # A script that prints "started" -> the command that runs it.
@@ -313,6 +313,7 @@ def test_results_replace_earlier_ones_alone(command, write, tmp_path):
         "own.json": '{"name": "package"}',
         "rows.json": "[]",
         "own.html": "<p>",
+        "answer.json": '{"choices": []}',
     }
     for name, text in files.items():
         write(text, name)
@@ -327,6 +328,8 @@ def test_results_replace_earlier_ones_alone(command, write, tmp_path):
     refused += [[*memory, "--html", name] for name in ("own.html", "own.json")]
     refused += [["recipes", "--json", name] for name in ("step.py", "old.json", "own.html")]
     refused += [["show", "bf16", "--json", "old.json"], ["doctor", "--json", "own.json"]]
+    plan = ["plan", "step.py:make_step", "--targets", "v100"]
+    refused += [[*plan, "--json", "answer.json"], [*plan, "--html", "old.html"]]
     for arguments in refused:
         code, _, error = command(*arguments)
         assert code == 2 and "Remove it, or write another file: --" in error, arguments
@@ -355,7 +358,8 @@ def test_each_result_has_the_key_by_which_it_is_recognized(command, tmp_path, mo
     }
     fields["recipes"] = json.loads((tmp_path / "recipes.json").read_text())[0]
     for name, known in fields.items():
-        assert _outputs._KEYS[name] in known, name
+        assert _outputs._KEYS[name] <= set(known), name
+    assert {name: cls._title for name, cls in reports.items()} == _outputs._TITLES
 
 
 PARSER = "import argparse\np = argparse.ArgumentParser()\np.add_argument('--lr')\np.parse_args()\n"

@@ -253,6 +253,10 @@ def test_the_arrays_in_a_shard_map_are_parts():
     params = [ShapeDtypeStruct(w.shape, w.dtype, sharding=NamedSharding(mesh, P())) for w in PARAMS]
     estimate = jaxmp.estimate_memory(mapped, params, x, exact=False)
     assert estimate.temporary == jaxmp.estimate_memory(step, PARAMS, part, exact=False).temporary
+    # Without shardings of the arguments, those of the `shard_map` divide them.
+    for function in (mapped, jax.jit(mapped)):
+        unplaced = jaxmp.estimate_memory(function, PARAMS, ROWS, exact=False)
+        assert (unplaced.kinds, unplaced.most) == (estimate.kinds, estimate.most)
 
 
 @pytest.mark.parametrize("length", [1, 3])

@@ -409,6 +409,8 @@ def test_the_report_prints_and_round_trips():
     assert type(report).from_json(report.to_json()) == report
     fields = json.loads(report.to_json())
     assert fields["cause"] == "log_of_zero" and fields["results"][0]["value"] == "-inf"
+    gradient = jaxmp.locate_nonfinite(jax.grad(logarithm), jnp.float32(1), x)
+    assert gradient.message == report.message and "50.0%" in report.message
     text = str(report)
     where = f"log in the forward pass, {report.location}, index [0]"
     assert text.startswith(f"Not finite: {where}\nreturn jnp.log(w * x).sum()")

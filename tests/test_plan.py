@@ -13,6 +13,7 @@ import pytest
 import jaxmp
 from gpu_compiler import needs_compiler
 from jaxmp._core._targets import get_target, with_links
+from jaxmp._programs import _constructs
 from jaxmp._tools.audit._compile import Compiled
 from jaxmp._tools.audit._hlo import Program as Hlo
 from jaxmp._tools.audit._hlo_stats import read_program
@@ -281,6 +282,7 @@ def test_the_recommendation_names_bytes_and_formats():
     gains = recommend("h100", "bf16", [row_of("bf16", 1.0), row_of("fp8", 0.8, fp8=60)])
     assert gains.recipe == "fp8" and "0.80 (0.72 to 0.88) of that of bf16" in gains.reason
     assert gains.check == ("jaxmp validate run.py:make_run --recipes fp8 --reference-recipe bf16")
+    assert not recommend("h100", "bf16", [row_of("bf16", 1.0), row_of("fp32", 0.8)]).check
     nothing = recommend("h100", "bf16", [row_of("bf16", 1.0), row_of("fp8", 1.2, moved=12, fp8=37)])
     assert nothing.recipe == "bf16"
     assert nothing.reason == (
@@ -583,6 +585,14 @@ def test_a_program_that_raises_is_a_row_with_the_reason():
 
     report = jaxmp.plan(make, recipes=["fp8"], targets=["v100"])
     assert report.rows[0].problem == "FP8 begins with 8.9" and not report.choices[0].recipe
+
+
+def test_an_estimate_that_lacks_an_operation_is_not_a_verdict(monkeypatch):
+    monkeypatch.setattr(_constructs, "_KNOWN", _constructs._KNOWN - {"custom_jvp_call"})
+    make = lambda recipe: (jax.nn.relu, jnp.ones(8))
+    with pytest.warns(jaxmp.errors.RecipeWarning, match="the memory of the operations inside"):
+        report = jaxmp.plan(make, recipes=["fp16"], targets=["v100"])
+    assert report.rows[0].fits is None and "not known what fits" in report.choices[0].reason
 
 
 # ---------------------------------------------------------------------------

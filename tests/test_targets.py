@@ -125,7 +125,7 @@ def test_a_user_describes_a_chip(write):
     assert (chip.memory, chip.bandwidth) == (96 * 10**9, get_target("h100").bandwidth)
     assert chip.peak["bfloat16"] == 800e12 and chip.capability == (9, 0)
     text = 'name = "mine"\nlike = "h100"\nmemory = 96e9\npeak = {half = 800, fp8 = 1600}\n'
-    file = Path(write(text, "mine.toml"))
+    file = Path(write(text, "chip.toml"))
     assert get_target(file)._replace(name="", kinds=()) == chip._replace(name="", kinds=())
     other = get_target(write('[other]\nlike = "h100"\nmemory = 96e9\n'))
     assert (other.name, other.memory) == ("other", 96 * 10**9)

@@ -254,7 +254,7 @@ def get_target(chip: TargetLike) -> Target:
     if isinstance(chip, str) and chip in targets():
         return targets()[chip]
     if isinstance(chip, Mapping):
-        return _described(str(chip.get("name", "the described chip")), chip)
+        return _described("the described chip", chip)
     if isinstance(chip, Path) or (isinstance(chip, str) and chip.endswith(".toml")):
         try:
             keys = tomllib.loads(Path(chip).read_text("utf-8"))
@@ -317,6 +317,7 @@ def _described(name: str, keys: Mapping[str, Any]) -> Target:
     Raises:
       TargetError: if a key is missing, unknown, or has a value of another type.
     """
+    name = str(keys.get("name", name))
     known = {*_REQUIRED, *_OPTIONAL, "name", "like", "capability", "multiprocessors"} - {"source"}
     for key in keys.keys() - known:
         allowed = ", ".join(sorted(known))

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import NamedSharding
 
 # First part of the name of an algorithm -> the dtype of its operands.
 _ROUNDED = {"BF16": jnp.dtype(jnp.bfloat16), "F16": jnp.dtype(jnp.float16)}
@@ -181,9 +182,14 @@ class Jit(NamedTuple):
 
 
 def jit_of(equation: Any) -> Jit:
-    """Returns the flags of a jitted function; other operations have none set."""
+    """Returns the flags of a jitted function, and the shardings of a `shard_map`.
+
+    Other operations have none set.
+    """
     params, count = equation.params, len(equation.invars)
     shardings = params.get("in_shardings") or (None,) * count
+    if "in_specs" in params:
+        shardings = [NamedSharding(params["mesh"], spec) for spec in params["in_specs"]]
     return Jit(tuple(shardings), tuple(params.get("donated_invars") or (False,) * count))
 
 

@@ -278,16 +278,21 @@ def _meshes_in(value: object) -> list[Any]:
 
 
 def asked_by(jaxpr: Jaxpr) -> tuple[dict[int, NamedSharding], list[int]]:
-    """Returns what the user's `jit` sets for arguments: their shardings, and those it donates."""
-    body, shardings, donated = _programs.Body(jaxpr), {}, []
-    for number, var in enumerate(jaxpr.invars):
-        for reader in body.readers(var):
-            flags = _programs.jit_of(reader)
-            rows = zip(reader.invars, flags.shardings, flags.donated, strict=True)
-            for _, sharding, is_donated in (row for row in rows if row[0] is var):
-                if isinstance(sharding, NamedSharding):
-                    shardings.setdefault(number, sharding)
-                donated += [number] * (is_donated and number not in donated)
+    """Returns what `jit` and `shard_map` set for arguments: shardings, and those it donates."""
+    numbers = {var: number for number, var in enumerate(jaxpr.invars)}
+    shardings, donated = dict[int, NamedSharding](), list[int]()
+    for reader in jaxpr.eqns:
+        flags = _programs.jit_of(reader)
+        is_call = reader.primitive.name in _programs.CALLS
+        inside = asked_by(_programs.inners(reader)[0].jaxpr)[0] if is_call else {}
+        rows = zip(reader.invars, flags.shardings, flags.donated, strict=True)
+        for n, (var, sharding, is_donated) in enumerate(rows):
+            number = None if _programs.is_literal(var) else numbers.get(var)
+            sharding = sharding if isinstance(sharding, NamedSharding) else inside.get(n)
+            if number is not None and sharding is not None:
+                shardings.setdefault(number, sharding)
+            if number is not None and is_donated and number not in donated:
+                donated.append(number)
     return shardings, donated
 
 

@@ -23,11 +23,26 @@ from jaxmp.errors import JaxmpError
 
 R = TypeVar("R", bound=Report)
 
-# Command -> a key that its JSON results have, by which an earlier result is recognized.
+# Command -> the keys of its JSON results, or the title of its pages, by which an earlier result is
+# recognized.
 _KEYS = {
-    **{"recipes": "loss_scale", "show": "policy", "doctor": "problems", "audit": "gemms"},
-    **{"memory": "kinds", "plan": "choices", "validate": "compare_steps", "locate": "reproduced"},
-    **{"checkpoint show": "leaves", "checkpoint verify": "leaves"},
+    "recipes": {"policy", "loss_scale", "summary"},
+    "show": {"policy", "rules"},
+    "doctor": {"machine", "problems"},
+    "audit": {"findings", "gemms"},
+    "memory": {"kinds", "most"},
+    "plan": {"baseline", "choices"},
+    "validate": {"candidates", "compare_steps"},
+    "locate": {"operands", "reproduced"},
+    "checkpoint show": {"leaves", "steps"},
+    "checkpoint verify": {"intact", "leaves"},
+}
+_TITLES = {
+    "audit": "Precision audit",
+    "memory": "Memory",
+    "plan": "Plan",
+    "validate": "Precision validation",
+    "locate": "First value that is not finite",
 }
 # Columns that are never wrapped.
 _WHOLE_COLUMNS = ("operation", "recipe", "policy", "loss scale")
@@ -156,11 +171,12 @@ def _is_earlier(command: str, kind: str, path: str) -> bool:
     try:
         text = Path(path).read_text("utf-8")
         if not text or kind == "html":
-            return not text or (text.startswith("<!doctype html>") and 'class="jaxmp"' in text)
+            is_page = text.startswith("<!doctype html>") and 'class="jaxmp"' in text
+            return not text or (is_page and f"<title>{_TITLES[command]}</title>" in text)
         rows = json.loads(text)
-        first = rows[0] if isinstance(rows, list) else rows
-        return isinstance(first, dict) and _KEYS[command] in first
-    except (OSError, ValueError, IndexError, RecursionError):
+        first = rows[0] if command == "recipes" else rows
+        return isinstance(first, dict) and _KEYS[command] <= first.keys()
+    except (OSError, ValueError, TypeError, LookupError, RecursionError):
         return False
 
 

@@ -31,7 +31,8 @@ def folder_of(cache: str | os.PathLike[str] | None) -> Path | None:
     path = None if cache is None else Path(cache).expanduser()
     if path is not None and path.is_file():
         raise NotADirectoryError(
-            f"cache={str(cache)!r} is a file. Name a folder: cache='~/.cache/jaxmp', or None."
+            f"cache={str(cache)!r} is a file. Name a folder: cache='~/.cache/jaxmp', or None (in a "
+            "command, --cache '')."
         )
     return path
 

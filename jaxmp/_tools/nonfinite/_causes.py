@@ -239,11 +239,11 @@ def _logarithm(e: NonfiniteEvidence) -> NonfiniteCause | None:
     if e.op.name not in _LOGS:
         return None
     x = e.value(0) + (e.op.name == "log1p")
-    return _of_log(e, x) if x <= 0 else None
+    return _of_log(e, x, e.source.operands[0]) if x <= 0 else None
 
 
-def _of_log(e: NonfiniteEvidence, x: float) -> NonfiniteCause:
-    old, row = e.expression(), e.source.operands[0]
+def _of_log(e: NonfiniteEvidence, x: float, row: ArrayRow) -> NonfiniteCause:
+    old = e.expression()
     name = "log_of_negative" if x < 0 else "log_of_zero"
     message = f"The logarithm reads {x:g} ({row.zero:.1%} of the {row.dtype} operand is zero)."
     stable = _domains.in_one_function(old)
@@ -285,7 +285,7 @@ def _quotient(e: NonfiniteEvidence) -> NonfiniteCause | None:
     old = e.expression()
     is_call = isinstance(old.node, ast.Call)
     if is_call and old.text.partition("(")[0].rpartition(".")[2] in _LOGS:
-        return _of_log(e, 0.0)
+        return _of_log(e, 0.0, row)
     if is_call and made & _ROOTS and differentiated:
         return _of_root(e, "root_of_zero", "The root reads 0, where its derivative is infinite.")
     if "sqrt" in made and not differentiated and e.is_in("optax"):

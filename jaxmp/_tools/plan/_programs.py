@@ -104,9 +104,10 @@ class Candidate(NamedTuple):
     def _estimated(self, step: Any, *args: Any) -> dict[str, Any]:
         """Returns fields of the row of a chip for which no program can be compiled."""
         estimate = estimate_memory(step, *args, target=self.chip)
-        problem = f"{self.chip.uncompiled}; the memory is estimated: at most this"
+        problem = f"{self.chip.uncompiled}; the memory is the upper end of the estimated range"
         # A program that only may fit does not count as one that fits.
-        return {"fits": bool(estimate.fits), "memory": estimate.most, "problem": problem}
+        fits = estimate.fits if estimate.unknown else bool(estimate.fits)
+        return {"fits": fits, "memory": estimate.most, "problem": problem}
 
     def _compiled(self, step: Any, *args: Any) -> dict[str, Any]:
         """Returns fields of the row of a compiled program."""

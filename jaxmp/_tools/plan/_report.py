@@ -31,8 +31,8 @@ class PlanRow:
       batch: number of examples; None if the function has no such argument.
       remat: argument of the function, as text; "" without one.
       fits: True if the program fits into the usable memory; None if it is not known.
-      memory: bytes that the program requires on each device, at most if they are estimated; 0 if
-        they are not known.
+      memory: bytes that the program requires on each device, the upper end of the range if they are
+        estimated; 0 if they are not known.
       usable: bytes of each device that JAX allocates.
       bound: roofline of the program per example, relative to the first program of the plan's
         baseline on this chip; None if it is not known, see `problem`.
@@ -244,7 +244,7 @@ def recommend(target: str, baseline: str, rows: list[PlanRow]) -> PlanChoice:
     # A phase, such as "mine@900", is validated with its recipe.
     own, reference = (name.partition("@")[0] for name in (best.recipe, reference))
     check = f"jaxmp validate run.py:make_run --recipes {own} --reference-recipe {reference}"
-    check *= own != reference
+    check *= own not in ("fp32", reference)
     return PlanChoice(target=target, **chosen, reason=" ".join(reasons) or "It fits.", check=check)
 
 
