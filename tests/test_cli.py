@@ -327,7 +327,7 @@ def test_commands_are_silent_about_a_plugin_without_a_gpu(tmp_path, has_gpu):
 
 
 def test_links_are_followed_and_devices_are_not_replaced(command, folder):
-    (folder / "real.json").write_text('{"policy": {}}')
+    (folder / "real.json").write_text('{"policy": {}, "rules": []}')
     (folder / "link.json").symlink_to("real.json")
     assert command("show", "bf16", "--json", "link.json")[0] == 0
     assert (folder / "link.json").is_symlink()

@@ -130,9 +130,9 @@ PROBLEMS = {
         "unset LD_LIBRARY_PATH",
     ),
     "a share in percent": (
-        H100._replace(environment={"XLA_PYTHON_CLIENT_MEM_FRACTION": "95"}),
-        "XLA_PYTHON_CLIENT_MEM_FRACTION='95' is not a share of the memory",
-        "export XLA_PYTHON_CLIENT_MEM_FRACTION=0.95",
+        H100._replace(environment={"XLA_CLIENT_MEM_FRACTION": "95"}),
+        "XLA_CLIENT_MEM_FRACTION='95' is not a share of the memory",
+        "export XLA_CLIENT_MEM_FRACTION=0.95",
     ),
     "no device": (
         H100._replace(platform="cpu", failure="Unknown backend tpu"),
@@ -190,13 +190,13 @@ def test_nvidia_smi_is_read(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
     _doctor._nvidia.cache_clear()
     facts = "580.65.06", 23034 * 2**20, 2.04
-    assert _doctor._nvidia() == (("NVIDIA L4", "NVIDIA L4"), *facts)
+    assert (*_doctor._nvidia().values(),) == (("NVIDIA L4", "NVIDIA L4"), *facts)
     command.write_text(f"#!/bin/sh\necho '{rows[1]}'\n")
     _doctor._nvidia.cache_clear()
-    assert _doctor._nvidia() == (("NVIDIA L4",), "580.65.06", 0, 0.0)
+    assert (*_doctor._nvidia().values(),) == (("NVIDIA L4",), "580.65.06", 0, 0.0)
     command.write_text("#!/bin/sh\nexit 9\n")
     _doctor._nvidia.cache_clear()
-    assert _doctor._nvidia() == ((), "", 0, 0.0)
+    assert (*_doctor._nvidia().values(),) == ((), "", 0, 0.0)
     _doctor._nvidia.cache_clear()
 
 

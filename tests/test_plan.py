@@ -201,6 +201,7 @@ def test_an_interrupted_plan_writes_the_programs_that_it_has(command, write, tmp
     plan = ["plan", f"{file}:make_step", "--targets", "v100", "--json", "plan.json"]
     code, _, error = command(*plan, "--recipes", "fp16, fp32")
     assert code == 130 and "Run the same command to go on" in error
+    assert error.count("Interrupted") == 1
     report = PlanReport.from_json((tmp_path / "plan.json").read_text())
     assert [row.recipe for row in report.rows] == ["fp16"]
     assert command(*plan, "--recipes", "fp32")[0] == 130

@@ -5,7 +5,6 @@ The checks register themselves in `_checks` when they are imported here.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 from collections.abc import Callable
 from typing import Any
@@ -32,7 +31,7 @@ from jaxmp._tools.audit import _check_attention as _check_attention
 from jaxmp._core import _compat
 from jaxmp._policies import _load, _recipe
 from jaxmp._tools.audit import _auditor, _checks, _make_report, _rows, _trace
-from jaxmp._tools.audit._compile import Compiled, compile_for, compile_lowered
+from jaxmp._tools.audit._compile import Compiled, compile_for, compile_lowered, compiling_for
 from jaxmp._tools.audit._report import AuditReport
 from jaxmp._tools.fixes import _source, _trial
 from jaxmp.optim._find import check_plain_loop
@@ -114,11 +113,9 @@ def audit_call(
         return audit_phases(data, lambda phase: audit_call(*call(phase), recipe=phase, **options))
     name = recipe if isinstance(recipe, str) else "bf16" if recipe is None else ""
     code = repr(name) if name else "recipe"
-    # JAX may start its backends at any step of an audit.
-    with contextlib.nullcontext() if chip is None else _compat.unchecked_cuda():
-        device = _compat.target() if chip is None else chip.platform
-        context = _auditor.PolicyContext(data, device, code)
-        return audit_program(context, fn, args, kwargs, chip, try_fixes=try_fixes)[0]
+    device = _compat.target() if chip is None else chip.platform
+    context = _auditor.PolicyContext(data, device, code)
+    return audit_program(context, fn, args, kwargs, chip, try_fixes=try_fixes)[0]
 
 
 def _with_phase(call: _core.PyTree, phase: _recipe.Recipe) -> _core.PyTree:
@@ -204,7 +201,8 @@ def audit_program(
         report = _make_report.make_report(auditor, traced, None, function=fn, chip=None)
         return report, auditor.findings.edits
 
-    with contextlib.nullcontext() if chip is None else _core.default_target(chip):
+    # JAX may start its backends at any step of an audit.
+    with compiling_for(chip):
         for arg in (*args, *kwargs.values()):
             check_plain_loop(arg)
         auditor, traced = walked()

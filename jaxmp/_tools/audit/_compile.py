@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
@@ -118,6 +118,16 @@ def compile_lowered(lowered: Any, options: Any) -> tuple[str, Any]:
     """Returns the compiled program of a lowered one, as text, and its memory."""
     compiled = lowered.compile(compiler_options=options)
     return compiled.as_text() or "", compiled.memory_analysis()
+
+
+@contextlib.contextmanager
+def compiling_for(chip: _core.Target | None) -> Iterator[None]:
+    """Traces for a chip in a block, in which its compiler may start; None: for this machine."""
+    if chip is None:
+        yield
+        return
+    with _compat.unchecked_cuda(), _core.default_target(chip):
+        yield
 
 
 def compile_for(

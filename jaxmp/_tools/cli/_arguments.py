@@ -16,7 +16,7 @@ import traceback
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import ModuleType
-from typing import Annotated, Any, TypeVar, get_args
+from typing import Annotated, Any, TypeVar, cast, get_args
 
 import typer
 
@@ -116,45 +116,32 @@ def document(function: Callable[..., Any]) -> str:
     return help_
 
 
-def only_function(command: str, arguments: list[str] | None, name: str | None) -> str:
-    """Returns the name of the function, if it is the only argument of a command without a script.
-
-    Args:
-      command: the command.
-      arguments: its arguments.
-      name: the option `--function`, which is for scripts.
-
-    Raises:
-      JaxmpError: if there are other arguments, or none.
-    """
-    if name is not None:
-        raise JaxmpError("--function requires --script, such as --script train.py.")
-    arguments = arguments or []
-    if len(arguments) == 1:
-        return arguments[0]
-    raise JaxmpError(
-        f"{len(arguments)} arguments instead of 1. Name a function that returns the step, or a "
-        f"script:\n    jaxmp {command} my_package.train:make_step\n"
-        f"    jaxmp {command} --script train.py"
-    )
-
-
 def check_options(command: str, parameters: Mapping[str, object]) -> None:
-    """Checks that there are no unknown options; with a script, they are its options.
+    """Checks the arguments of a command that reads one function, or a script with its arguments.
 
     Args:
       command: its name.
       parameters: name -> argument of the command line.
 
     Raises:
-      JaxmpError: with the option of a similar name.
+      JaxmpError: without a script, if there is an unknown option, with the option of a similar
+        name; if `--function` is passed; or if there is not one argument, the function.
     """
-    arguments = parameters.get("function")
-    if isinstance(arguments, list) and parameters.get("script") is None:
-        known = [f"--{name.replace('_', '-')}" for name in parameters]
-        for option in (text.partition("=")[0] for text in arguments if text.startswith("-")):
-            hint = _core.did_you_mean(option, known)
-            raise JaxmpError(f"unknown option {option}.{hint} jaxmp {command} --help lists all.")
+    if parameters.get("script", "") is not None:
+        return
+    arguments = cast(list[str] | None, parameters["function"]) or []
+    known = [f"--{name.replace('_', '-')}" for name in parameters]
+    for option in (text.partition("=")[0] for text in arguments if text.startswith("-")):
+        hint = _core.did_you_mean(option, known)
+        raise JaxmpError(f"unknown option {option}.{hint} jaxmp {command} --help lists all.")
+    if parameters["name"] is not None:
+        raise JaxmpError("--function requires --script, such as --script train.py.")
+    if len(arguments) != 1:
+        raise JaxmpError(
+            f"{len(arguments)} arguments instead of 1. Name a function that returns the step, or a "
+            f"script:\n    jaxmp {command} my_package.train:make_step\n"
+            f"    jaxmp {command} --script train.py"
+        )
 
 
 def load_function(

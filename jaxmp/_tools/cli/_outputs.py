@@ -23,26 +23,16 @@ from jaxmp.errors import JaxmpError
 
 R = TypeVar("R", bound=Report)
 
-# Command -> the keys of its JSON results, or the title of its pages, by which an earlier result is
-# recognized.
+# Command -> keys of its JSON results, and titles of its pages: those of an earlier result.
 _KEYS = {
-    "recipes": {"policy", "loss_scale", "summary"},
-    "show": {"policy", "rules"},
-    "doctor": {"machine", "problems"},
-    "audit": {"findings", "gemms"},
-    "memory": {"kinds", "most"},
-    "plan": {"baseline", "choices"},
-    "validate": {"candidates", "compare_steps"},
-    "locate": {"operands", "reproduced"},
-    "checkpoint show": {"leaves", "steps"},
-    "checkpoint verify": {"intact", "leaves"},
+    **{"recipes": "policy summary", "show": "policy rules", "doctor": "machine problems"},
+    **{"audit": "findings gemms", "memory": "kinds most", "plan": "baseline choices"},
+    **{"validate": "candidates compare_steps", "locate": "operands reproduced"},
+    **{"checkpoint show": "leaves steps", "checkpoint verify": "intact leaves"},
 }
 _TITLES = {
-    "audit": "Precision audit",
-    "memory": "Memory",
-    "plan": "Plan",
-    "validate": "Precision validation",
-    "locate": "First value that is not finite",
+    **{"audit": "Precision audit", "memory": "Memory", "plan": "Plan"},
+    **{"validate": "Precision validation", "locate": "First value that is not finite"},
 }
 # Columns that are never wrapped.
 _WHOLE_COLUMNS = ("operation", "recipe", "policy", "loss scale")
@@ -109,7 +99,7 @@ def write_result(
         report = make()
     except Interrupted as stop:
         write_report(stop.report, json, html, full=full)
-        print(f"Interrupted: {advice}", file=sys.stderr)
+        print(advice, file=sys.stderr)
         raise typer.Exit(130) from None
     write_report(report, json, html, full=full)
     return report
@@ -175,7 +165,7 @@ def _is_earlier(command: str, kind: str, path: str) -> bool:
             return not text or (is_page and f"<title>{_TITLES[command]}</title>" in text)
         rows = json.loads(text)
         first = rows[0] if command == "recipes" else rows
-        return isinstance(first, dict) and _KEYS[command] <= first.keys()
+        return isinstance(first, dict) and set(_KEYS[command].split()) <= first.keys()
     except (OSError, ValueError, TypeError, LookupError, RecursionError):
         return False
 

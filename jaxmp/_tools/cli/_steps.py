@@ -88,7 +88,7 @@ def run_audit(
     loaded = None if recipe is None else _recipe.load_recipe(recipe)
     options: dict[str, Any] = {"target": target, "try_fixes": try_fixes}
     if script is None:
-        make = _arguments.only_function("audit", function, name)
+        (make,) = function or ()
         audit = _busy(f"auditing {make}")(jaxmp.audit)
         run = lambda phase: _run_tool("audit", audit, make, phase, options | {"recipe": phase})
         report = _audit.audit_phases(loaded, run) if loaded and loaded.phases else run(loaded)
@@ -167,7 +167,7 @@ def run_memory(
         cls = jaxmp.typing.MemoryEstimate
         estimate = in_script(cls, "memory", [script, *(function or [])], json, **settings)
     else:
-        make = _arguments.only_function("memory", function, name)
+        (make,) = function or ()
         run = lambda phase: _run_tool("memory", jaxmp.estimate_memory, make, phase, settings)
         phases = [None] if recipe is None else _recipe.load_recipe(recipe).split_phases()
         estimate = max(map(run, phases), key=lambda estimate: estimate.total)
@@ -289,7 +289,7 @@ def run_locate(
         cls, command = jaxmp.typing.NonfiniteReport, [script, *(function or [])]
         report = in_script(cls, "locate", command, json, function=name, max_seconds=max_seconds)
     else:
-        make = _arguments.only_function("locate", function, name)
+        (make,) = function or ()
         report = _located(make, checkpoint, step, batches)
     _outputs.write_report(report, json, html)
     raise typer.Exit(int(report.reproduced))
@@ -417,14 +417,14 @@ def run_plan(
     if script is not None and lists != {"batches": None, "remat": None}:
         raise JaxmpError(f"--batches and --remat require a function:\n    {_PLAN}")
     if script is None:
-        path = _arguments.only_function("plan", function, name)
+        (path,) = function or ()
         step = _arguments.load_function(path, _PLAN, "train_step, state, batch", "recipe")
         options |= lists
         make = lambda: _arguments.call(f"planning {path}", lambda: jaxmp.plan(step, **options))
     else:
         more = {"function": name, "max_seconds": max_seconds}
         make = lambda: _plan_script([script, *(function or [])], json, options, more)
-    advice = "the programs that are compiled are in the cache. Run the same command to go on."
+    advice = "Run the same command to go on from the programs that are stored (--cache)."
     report = _outputs.write_result(make, advice, json, html)
     raise typer.Exit(int(not all(choice.recipe for choice in report.choices)))
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import importlib.metadata
 import os
@@ -15,7 +14,7 @@ from typing import Any, ClassVar
 from jax.sharding import NamedSharding
 
 from jaxmp import _core
-from jaxmp._core import PyTree, _compat
+from jaxmp._core import PyTree
 from jaxmp._core._compat import _watch_jit
 from jaxmp._tools.audit import _compile, _trace
 from jaxmp._tools.memory._cache import compiler_of, folder_of
@@ -213,11 +212,7 @@ def estimate_memory(
     chip = None if target is None else _core.get_target(target)
     name, share = _watch_jit.title_of(fn), _core.usable_share()
     folder = folder_of(cache)
-    compiler, reason, unknown = "", "", ()
-    with contextlib.ExitStack() as stack:
-        if chip is not None:
-            stack.enter_context(_compat.unchecked_cuda())
-            stack.enter_context(_core.default_target(chip))
+    with _compile.compiling_for(chip):
         traced = _trace.trace(fn, args, kwargs)
         arguments = _arguments(traced)
         state = Counter[str]()
@@ -227,17 +222,16 @@ def estimate_memory(
             compiled_for = _check_compiled(chip, exact)
             with progress_bar(None, progress) as (on_program, _):
                 on_program(f"compiling {name} for {compiled_for.name}")
-                kinds = _compiled(compiled_for, traced, state, folder)
-            least = most = kinds.total()
-            compiler = f"jaxlib {importlib.metadata.version('jaxlib')}"
+                fields = _compiled(compiled_for, traced, state, folder)
         except (AuditError, TargetError, MissingDependencyError) as error:
             if exact:
                 raise
             reason = " ".join(str(error).split())
             if not isinstance(error, MissingDependencyError):
                 reason = reason.partition(". ")[0]
-            kinds, least, most, unknown = _estimated(traced, state, arguments)
-            most += 0 if chip is not None and chip.platform != "gpu" else _WORKSPACE
+            fields = _estimated(traced, state, arguments) | {"reason": reason.rstrip(".")}
+            fields["most"] += 0 if chip is not None and chip.platform != "gpu" else _WORKSPACE
+    kinds = fields.pop("kinds")
     return MemoryEstimate(
         function=name,
         target=chip.name if chip else "",
@@ -245,11 +239,7 @@ def estimate_memory(
         preallocates=chip is not None and chip.preallocates,
         share=share,
         kinds={kind: kinds[kind] for kind in KINDS if kinds[kind] or kind == KINDS[0]},
-        least=least,
-        most=most,
-        compiler=compiler,
-        reason=reason.rstrip("."),
-        unknown=unknown,
+        **fields,
     )
 
 
@@ -292,24 +282,26 @@ def _arguments(traced: _trace.Traced) -> list[ShardedArgument]:
 
 def _compiled(
     chip: _core.Target, traced: _trace.Traced, state: Counter[str], folder: Path | None
-) -> Counter[str]:
-    """Returns the bytes of each kind in the program that XLA compiles."""
+) -> dict[str, Any]:
+    """Returns fields of the report on the program that XLA compiles."""
     memory, kinds = _compile.compile_for(chip, traced, compiler_of(folder, chip)).memory, +state
     # Padding, as in the layouts of TPUs.
     kinds["inputs"] += memory.argument_size_in_bytes - state.total()
     kinds["temporary"] = memory.temp_size_in_bytes
     kinds["results"] = memory.output_size_in_bytes - memory.alias_size_in_bytes
-    return kinds
+    compiler = f"jaxlib {importlib.metadata.version('jaxlib')}"
+    return {"kinds": kinds, "least": kinds.total(), "most": kinds.total(), "compiler": compiler}
 
 
 def _estimated(
     traced: _trace.Traced, state: Counter[str], arguments: list[ShardedArgument]
-) -> tuple[Counter[str], int, int, tuple[str, ...]]:
-    """Returns the bytes of each kind from shapes, the range of their sum, and what it lacks."""
+) -> dict[str, Any]:
+    """Returns fields of the report from shapes."""
     liveness = Liveness(arguments)
     temporary, outputs = liveness.measure(traced.closed)
     results = max(0, outputs - sum(each.bytes for each in arguments if each.is_donated))
+    kinds = state + Counter(temporary=temporary, results=results)
     error = ERRORS["several" if any(each.parts > 1 for each in arguments) else "one"]
     least, most = (state.total() + results + int(temporary * error[end]) for end in ("low", "high"))
-    kinds = state + Counter(temporary=temporary, results=results)
-    return kinds, least, most, tuple(sorted(liveness.unknown))
+    unknown = tuple(sorted(liveness.unknown))
+    return {"kinds": kinds, "least": least, "most": most, "unknown": unknown}

@@ -31,8 +31,7 @@ def folder_of(cache: str | os.PathLike[str] | None) -> Path | None:
     path = None if cache is None else Path(cache).expanduser()
     if path is not None and path.is_file():
         raise NotADirectoryError(
-            f"cache={str(cache)!r} is a file. Name a folder: cache='~/.cache/jaxmp', or None (in a "
-            "command, --cache '')."
+            f"cache={str(cache)!r} is a file. Name a folder: cache='cache', or None (--cache '')."
         )
     return path
 

@@ -11,7 +11,7 @@ import re
 import subprocess
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 
@@ -113,7 +113,8 @@ class MachineReport(NamedTuple):
     def __str__(self) -> str:
         machine = self.machine
         devices = ", ".join(f"{n} x {name}" for name, n in machine.devices.items()) or "none"
-        memory = machine.environment.get("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.75")
+        memory = machine.environment.get("XLA_CLIENT_MEM_FRACTION", "0.75")
+        memory = machine.environment.get("XLA_PYTHON_CLIENT_MEM_FRACTION", memory)
         rows = {"devices": devices, "python": platform.python_version(), **machine.versions}
         if machine.driver:
             rows["NVIDIA driver"] = machine.driver
@@ -172,34 +173,27 @@ def read_machine() -> Machine:
         with contextlib.suppress(MissingDependencyError):
             check_compiler(_core.get_target(chip))
             compilers.append(name)
-    gpus, driver, total, clock = _nvidia()
     required = (text for text in importlib.metadata.requires("jax") or () if "libtpu==" in text)
-    prefixes = ("JAX_PLATFORMS", "XLA_PYTHON_CLIENT", "LD_LIBRARY_PATH", "CUDA_VISIBLE_DEVICES")
+    prefixes = "JAX_PLATFORMS", "XLA_PYTHON_CLIENT", "XLA_CLIENT", "LD_LIBRARY_PATH", "CUDA_VISIBLE"
     return Machine(
         versions=versions_of(_PACKAGES),
         devices=Counter(device.device_kind for device in devices),
         platform=backend,
         capability=_compat.compute_capability() if backend == "gpu" else None,
         cudnn=_compat.cudnn_version() if backend == "gpu" else None,
-        gpus=gpus,
-        driver=driver,
         environment={n: text for n, text in os.environ.items() if n.startswith(prefixes)},
         failure=failure,
         libtpu=next((text.partition("==")[2].partition(".*")[0] for text in required), ""),
         memory=memory,
         compilers=tuple(compilers),
-        total=total,
-        clock=clock,
+        **_nvidia(),
     )
 
 
 # Starts a process.
 @functools.cache
-def _nvidia() -> tuple[tuple[str, ...], str, int, float]:
-    """Returns the GPUs and the driver that `nvidia-smi` prints, and memory and clock of the first.
-
-    The memory is in bytes and the clock in GHz; they are 0 if the driver does not report them.
-    """
+def _nvidia() -> dict[str, Any]:
+    """Returns what `nvidia-smi` prints: `gpus`, `driver`, `total` and `clock` of a machine."""
     query = "name,driver_version,memory.total,clocks.max.sm"
     command = ["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader,nounits"]
     lines: list[str] = []
@@ -209,7 +203,8 @@ def _nvidia() -> tuple[tuple[str, ...], str, int, float]:
     rows = [line.rsplit(", ", 3) for line in lines if line.count(", ") >= 3]
     _, driver, memory, clock = rows[0] if rows else ("", "", "", "")
     mebibytes, megahertz = (int(x) if x.strip().isdecimal() else 0 for x in (memory, clock))
-    return tuple(row[0].strip() for row in rows), driver, mebibytes * 2**20, megahertz / 1000
+    gpus = tuple(row[0].strip() for row in rows)
+    return {"gpus": gpus, "driver": driver, "total": mebibytes * 2**20, "clock": megahertz / 1000}
 
 
 def report_of(machine: Machine) -> MachineReport:
@@ -339,7 +334,7 @@ def _use_problems(machine: Machine) -> Iterator[Problem]:
     try:
         _core.usable_share(machine.environment)
     except TargetError as error:
-        yield Problem(str(error), "export XLA_PYTHON_CLIENT_MEM_FRACTION=0.95")
+        yield Problem(str(error), f"export {str(error).partition('=')[0]}=0.95")
     if machine.failure:
         message = f"JAX finds no device: {machine.failure.rstrip('.')}."
         yield Problem(message, "unset JAX_PLATFORMS")

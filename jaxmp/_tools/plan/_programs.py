@@ -15,10 +15,10 @@ import jax
 import jax.numpy as jnp
 
 from jaxmp import _core
-from jaxmp._core import _compat
 from jaxmp._policies._recipe import Recipe
 from jaxmp._tools.audit._audit import audit_program
 from jaxmp._tools.audit._auditor import PolicyContext
+from jaxmp._tools.audit._compile import compiling_for
 from jaxmp._tools.audit._make_report import lacking_format
 from jaxmp._tools.audit._report import AuditReport
 from jaxmp._tools.memory import estimate_memory
@@ -76,11 +76,7 @@ class Candidate(NamedTuple):
         options = {} if batch is None else {"batch_size": batch}
         options |= {} if self.remat is None else {"remat": self.remat}
         try:
-            with (
-                _compat.unchecked_cuda(),
-                _core.default_target(self.chip),
-                collected_warnings() as warned,
-            ):
+            with compiling_for(self.chip), collected_warnings() as warned:
                 made = self.make_step(self.recipe, **options)
                 if not (isinstance(made, (tuple, list)) and made and callable(made[0])):
                     raise TypeError(
