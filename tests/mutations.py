@@ -234,10 +234,6 @@ a result that a function in C keeps counts as dropped
 test_hints.py::test_functions_in_c_may_keep_a_result
 """,
     "jaxmp/_core/_targets.py": r"""
-the name in the file of a chip is not read
--     name = str(keys.get("name", name))
-test_targets.py::test_a_user_describes_a_chip
-
 two chips of one compute capability share the programs of jit
 - capability=chip.capability, chip=chip):
 + capability=chip.capability):
@@ -1540,11 +1536,6 @@ kernels are estimated to write into the result of a matmul
 test_memory.py::test_results_of_library_calls_are_not_overwritten
 """,
     "jaxmp/_tools/nonfinite/_causes.py": r"""
-locate: the zeros of a derivative's first operand are those of the logarithm
-- return _of_log(e, 0.0, row)
-+ return _of_log(e, 0.0, e.source.operands[0])
-test_nonfinite.py::test_the_report_prints_and_round_trips
-
 locate: a run in FP32 does not change the cause
 - if not e.overflows_in_fp32 or not e.walk.is_overflow(e.origin):
 + if True:
@@ -1629,7 +1620,7 @@ test_plan.py::test_hosts_and_links_are_those_of_the_user
 plan: a program with an unknown operation does not fit
 - fits = estimate.fits if estimate.unknown else bool(estimate.fits)
 + fits = bool(estimate.fits)
-test_plan.py::test_an_estimate_that_lacks_an_operation_is_not_a_verdict
+test_memory.py::test_an_unknown_operation_with_a_jaxpr_is_a_warning
 
 plan: a program of unknown devices costs nothing
 - and rate and row.devices:

@@ -344,6 +344,8 @@ def test_an_unknown_operation_with_a_jaxpr_is_a_warning(monkeypatch):
     monkeypatch.setattr(_constructs, "_KNOWN", _constructs._KNOWN - {"custom_jvp_call"})
     with pytest.warns(jaxmp.errors.RecipeWarning, match="the memory of the operations inside"):
         jaxmp.estimate_memory(lambda x: jax.nn.relu(x), ROWS, exact=False)
+        report = jaxmp.plan(lambda recipe: (jax.nn.relu, ROWS), recipes=["fp16"], targets=["v100"])
+    assert report.rows[0].fits is None and "not known what fits" in report.choices[0].reason
 
 
 def test_command(command, write, tmp_path):

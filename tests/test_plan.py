@@ -13,7 +13,6 @@ import pytest
 import jaxmp
 from gpu_compiler import needs_compiler
 from jaxmp._core._targets import get_target, with_links
-from jaxmp._programs import _constructs
 from jaxmp._tools.audit._compile import Compiled
 from jaxmp._tools.audit._hlo import Program as Hlo
 from jaxmp._tools.audit._hlo_stats import read_program
@@ -586,14 +585,6 @@ def test_a_program_that_raises_is_a_row_with_the_reason():
 
     report = jaxmp.plan(make, recipes=["fp8"], targets=["v100"])
     assert report.rows[0].problem == "FP8 begins with 8.9" and not report.choices[0].recipe
-
-
-def test_an_estimate_that_lacks_an_operation_is_not_a_verdict(monkeypatch):
-    monkeypatch.setattr(_constructs, "_KNOWN", _constructs._KNOWN - {"custom_jvp_call"})
-    make = lambda recipe: (jax.nn.relu, jnp.ones(8))
-    with pytest.warns(jaxmp.errors.RecipeWarning, match="the memory of the operations inside"):
-        report = jaxmp.plan(make, recipes=["fp16"], targets=["v100"])
-    assert report.rows[0].fits is None and "not known what fits" in report.choices[0].reason
 
 
 # ---------------------------------------------------------------------------

@@ -260,15 +260,13 @@ def get_target(chip: TargetLike) -> Target:
             keys = tomllib.loads(Path(chip).read_text("utf-8"))
         except (OSError, ValueError) as error:
             raise TargetError(f"target={str(chip)!r} cannot be read: {error}.") from error
-        sections = [name for name, value in keys.items() if _is_section(name, value)]
-        if not sections:
-            return _described(Path(chip).stem, keys)
-        if len(keys) > 1:
+        sections = {name: value for name, value in keys.items() if _is_section(name, value)}
+        if sections and len(keys) > 1:
             raise TargetError(
                 f"target={str(chip)!r} has {', '.join(keys)}. A file describes one chip: write its "
                 "keys without a section, or one section with the name of the chip."
             )
-        return _described(sections[0], keys[sections[0]])
+        return _described(*next(iter(sections.items()), (Path(chip).stem, keys)))
     lower = str(chip).lower()
     if lower in targets():
         raise TargetError(f"target={chip!r}: write the chip in lower case: target={lower!r}.")

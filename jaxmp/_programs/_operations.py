@@ -187,9 +187,8 @@ def jit_of(equation: Any) -> Jit:
     Other operations have none set.
     """
     params, count = equation.params, len(equation.invars)
-    shardings = params.get("in_shardings") or (None,) * count
-    if "in_specs" in params:
-        shardings = [NamedSharding(params["mesh"], spec) for spec in params["in_specs"]]
+    divided = [NamedSharding(params["mesh"], spec) for spec in params.get("in_specs", ())]
+    shardings = divided or params.get("in_shardings") or (None,) * count
     return Jit(tuple(shardings), tuple(params.get("donated_invars") or (False,) * count))
 
 

@@ -289,7 +289,7 @@ def _meshes_in(value: object) -> list[Any]:
 
 def asked_by(jaxpr: Jaxpr) -> tuple[dict[int, NamedSharding], list[int]]:
     """Returns what `jit` and `shard_map` set for arguments: shardings, and those it donates."""
-    numbers = {var: number for number, var in enumerate(jaxpr.invars)}
+    numbers: dict[Any, int] = {var: number for number, var in enumerate(jaxpr.invars)}
     shardings, donated = dict[int, NamedSharding](), list[int]()
     for reader in jaxpr.eqns:
         flags = _programs.jit_of(reader)

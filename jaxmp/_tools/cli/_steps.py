@@ -88,8 +88,8 @@ def run_audit(
     loaded = None if recipe is None else _recipe.load_recipe(recipe)
     options: dict[str, Any] = {"target": target, "try_fixes": try_fixes}
     if script is None:
-        (make,) = function or ()
-        audit = _busy(f"auditing {make}")(jaxmp.audit)
+        (make,) = function or []
+        audit = _progress.busy(f"auditing {make}")(jaxmp.audit)
         run = lambda phase: _run_tool("audit", audit, make, phase, options | {"recipe": phase})
         report = _audit.audit_phases(loaded, run) if loaded and loaded.phases else run(loaded)
     else:
@@ -123,14 +123,6 @@ def _run_tool(
         step, *arguments = _arguments.make_step(function, example, *recipes)
         description = f"the step of {function}"
         return _arguments.call(description, lambda: tool(step, *arguments, **options))
-
-
-@contextlib.contextmanager
-def _busy(description: str) -> Iterator[None]:
-    """Shows on a terminal that a command works."""
-    with _progress.progress_bar(None, None) as (on_run, _):
-        on_run(description)
-        yield
 
 
 def run_memory(
@@ -167,7 +159,7 @@ def run_memory(
         cls = jaxmp.typing.MemoryEstimate
         estimate = in_script(cls, "memory", [script, *(function or [])], json, **settings)
     else:
-        (make,) = function or ()
+        (make,) = function or []
         run = lambda phase: _run_tool("memory", jaxmp.estimate_memory, make, phase, settings)
         phases = [None] if recipe is None else _recipe.load_recipe(recipe).split_phases()
         estimate = max(map(run, phases), key=lambda estimate: estimate.total)
@@ -289,7 +281,7 @@ def run_locate(
         cls, command = jaxmp.typing.NonfiniteReport, [script, *(function or [])]
         report = in_script(cls, "locate", command, json, function=name, max_seconds=max_seconds)
     else:
-        (make,) = function or ()
+        (make,) = function or []
         report = _located(make, checkpoint, step, batches)
     _outputs.write_report(report, json, html)
     raise typer.Exit(int(report.reproduced))
@@ -320,9 +312,9 @@ def _located(
                 "    return train_step, model, optimizer, batch"
             )
         training, rows = f"training with {function}", islice(rest[-1], batches)
-        with _busy(training):
+        with _progress.busy(training):
             state, rest = _arguments.call(training, lambda: _failing(train_step, state, rows))
-    with _busy(f"following the values of {function}"):
+    with _progress.busy(f"following the values of {function}"):
         return _arguments.call(
             f"the step of {function}", lambda: jaxmp.locate_nonfinite(train_step, state, *rest)
         )
@@ -417,7 +409,7 @@ def run_plan(
     if script is not None and lists != {"batches": None, "remat": None}:
         raise JaxmpError(f"--batches and --remat require a function:\n    {_PLAN}")
     if script is None:
-        (path,) = function or ()
+        (path,) = function or []
         step = _arguments.load_function(path, _PLAN, "train_step, state, batch", "recipe")
         options |= lists
         make = lambda: _arguments.call(f"planning {path}", lambda: jaxmp.plan(step, **options))

@@ -20,7 +20,7 @@ from jaxmp._tools.audit import _compile, _trace
 from jaxmp._tools.memory._cache import compiler_of, folder_of
 from jaxmp._tools.memory._liveness import Liveness, ShardedArgument
 from jaxmp._tools.report import _section
-from jaxmp._tools.report._progress import progress_bar
+from jaxmp._tools.report._progress import busy
 from jaxmp._tools.report._views import Report
 from jaxmp.errors import AuditError, MissingDependencyError, TargetError
 from jaxmp.optim import _roles
@@ -220,8 +220,7 @@ def estimate_memory(
             state[each.kind] += each.bytes
         try:
             compiled_for = _check_compiled(chip, exact)
-            with progress_bar(None, progress) as (on_program, _):
-                on_program(f"compiling {name} for {compiled_for.name}")
+            with busy(f"compiling {name} for {compiled_for.name}", progress):
                 fields = _compiled(compiled_for, traced, state, folder)
         except (AuditError, TargetError, MissingDependencyError) as error:
             if exact:
@@ -229,7 +228,8 @@ def estimate_memory(
             reason = " ".join(str(error).split())
             if not isinstance(error, MissingDependencyError):
                 reason = reason.partition(". ")[0]
-            fields = _estimated(traced, state, arguments) | {"reason": reason.rstrip(".")}
+            fields = _estimated(traced, state, arguments)
+            fields["reason"] = reason.rstrip(".")
             fields["most"] += 0 if chip is not None and chip.platform != "gpu" else _WORKSPACE
     kinds = fields.pop("kinds")
     return MemoryEstimate(

@@ -125,14 +125,13 @@ def make_plan(
         is_interrupted = True
     names = [row.recipe for row in measured]
     baseline = "bf16" if "bf16" in names else names[0]
-    rows: list[PlanRow] = []
-    choices = []
-    for chip, own in grouped(measured, lambda row: row.target).items():
-        compared = _programs.relative(own, baseline, prices or {}, rates or {})
-        rows += compared
-        choices.append(recommend(chip, baseline, compared))
+    groups = grouped(measured, lambda row: row.target).values()
+    compared = [_programs.relative(own, baseline, prices or {}, rates or {}) for own in groups]
     report = PlanReport(
-        function=function, baseline=baseline, rows=tuple(rows), choices=tuple(choices)
+        function=function,
+        baseline=baseline,
+        rows=tuple(itertools.chain(*compared)),
+        choices=tuple(recommend(rows[0].target, baseline, rows) for rows in compared),
     )
     if is_interrupted:
         raise Interrupted(report)

@@ -258,10 +258,9 @@ def _why_none(rows: list[PlanRow]) -> str:
         return f"{_name(warned)} fits, but jaxmp warns of it: {warned.warning}"
     known = [row for row in rows if row.memory and not row.lacking]
     problems = [row.problem for row in rows if row.problem and not row.lacking]
-    if not known and problems:
-        return f"No program was compiled: {problems[0]}."
     if not known:
-        return "The chip does not multiply the formats of these recipes."
+        lacking = "The chip does not multiply the formats of these recipes."
+        return f"No program was compiled: {problems[0]}." if problems else lacking
     least = min(known, key=lambda row: row.memory)
     need, usable = bytes_text(least.memory), bytes_text(least.usable)
     verdict = "It is not known what fits" if least.fits is None else "Nothing fits"

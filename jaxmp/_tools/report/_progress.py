@@ -14,6 +14,14 @@ OnStep = Callable[[], None]
 
 
 @contextlib.contextmanager
+def busy(description: str, enabled: bool | None = None) -> Iterator[None]:
+    """Shows during a block what is done; `enabled` is as in `progress_bar`."""
+    with progress_bar(None, enabled) as (on_run, _):
+        on_run(description)
+        yield
+
+
+@contextlib.contextmanager
 def progress_bar(total: int | None, enabled: bool | None) -> Iterator[tuple[OnRun, OnStep]]:
     """Shows a progress bar during a block, if rich is installed.
 
