@@ -485,9 +485,9 @@ def test_a_mesh_that_the_program_alone_names(mesh, make):
     report = audit(make(mesh), shape(256, 64, dtype=jnp.float32), target="h200")
     assert report.gpu.startswith("4 x NVIDIA H200")
     assert "all-reduce" in {row.operation for row in report.collectives}
-    # Arrays with a sharding in jit are sharded; all others are replicated on each GPU.
-    whole = 256 * 64 * 4
-    assert report.memory.arguments == (whole // 4 if make is by_jit else whole)
+    # Arguments with a sharding in jit or shard_map are sharded; all others are on each GPU.
+    copies = 1 if make in (by_vmap_of_shard_map, by_pmap, by_constraint) else 4
+    assert report.memory.arguments == 256 * 64 * 4 // copies
 
 
 def jitted_over(mesh):
