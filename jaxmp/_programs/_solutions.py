@@ -12,6 +12,7 @@ from jaxmp._core import _compat, named
 from jaxmp._programs._analysis import Forward, primitives
 from jaxmp._programs._constructs import CONSTRUCTS
 from jaxmp._programs._interpreter import Frame
+from jaxmp._programs._jaxprs import array_aval
 from jaxmp._programs._locations import call_stack
 from jaxmp._programs._matmuls import MATMULS
 
@@ -53,8 +54,9 @@ class _Solutions(Forward):
             result = _SOLUTION
         elif facts and name not in MATMULS:
             # A bias or a mean, which has another size, leaves a value that of its matmul.
-            size = equation.outvars[0].aval.size
-            own = {fact for var, fact in pairs if fact or var.aval.size == size} - {_CONSTANT}
+            size = array_aval(equation.outvars[0]).size
+            own = {fact for var, fact in pairs if fact or array_aval(var).size == size}
+            own -= {_CONSTANT}
             result = own.pop() if len(own) == 1 else None
         dtypes = {_core.dtype_of(var.aval) for var in equation.outvars}
         is_rounded = not dtypes.isdisjoint(_core.FLOATS_16BIT)
