@@ -1385,6 +1385,12 @@ two options that exclude each other are accepted
 + if False:
 test_cli.py::test_a_mistake_is_one_message
 """,
+    "jaxmp/_tools/cli/_arguments.py": r"""
+--share leaves another share in the environment
+- os.environ.pop("XLA_CLIENT_MEM_FRACTION", None)
++
+test_memory.py::test_a_share_on_the_command_line_replaces_that_of_the_environment
+""",
     "jaxmp/_tools/cli/_outputs.py": r"""
 a result of the command replaces its input
 - if path in used:

@@ -2,6 +2,7 @@
 
 import functools
 import json
+import os
 from pathlib import Path
 
 import flax.linen as nn
@@ -338,6 +339,15 @@ def test_a_wrong_share_and_a_cache_that_is_a_file_are_refused(tmp_path, monkeypa
         jaxmp.estimate_memory(never, PARAMS, ROWS)
     with pytest.raises(TargetError, match="is not a share of the memory"):
         jaxmp.plan(never, recipes=["bf16"], targets=["v100"])
+
+
+def test_a_share_on_the_command_line_replaces_that_of_the_environment(command, monkeypatch):
+    monkeypatch.setenv("XLA_CLIENT_MEM_FRACTION", "0.5")
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "")
+    status, _, _ = command("memory", "no_model:make", "--share", "0.9")
+    # JAX raises if both are set.
+    assert status == 2 and "XLA_CLIENT_MEM_FRACTION" not in os.environ
+    assert os.environ["XLA_PYTHON_CLIENT_MEM_FRACTION"] == "0.9"
 
 
 def test_an_unknown_operation_with_a_jaxpr_is_a_warning(monkeypatch):

@@ -579,12 +579,19 @@ def test_without_a_network_or_equal_hosts_the_memory_is_known_and_the_bound_is_n
         assert report.choices[0].recipe == "bf16"
 
 
-def test_a_program_that_raises_is_a_row_with_the_reason():
+@pytest.mark.parametrize(
+    ("error", "problem"),
+    [
+        (jaxmp.errors.CompositionError, "FP8 begins with 8.9. Use another: recipe"),
+        (jaxmp.errors.AuditError, "FP8 begins with 8.9"),
+    ],
+)
+def test_a_program_that_raises_is_a_row_with_the_reason(error, problem):
     def make(recipe):
-        raise jaxmp.errors.CompositionError("FP8 begins with 8.9. Use another:\n    recipe")
+        raise error("FP8 begins with 8.9. Use another:\n    recipe")
 
     report = jaxmp.plan(make, recipes=["fp8"], targets=["v100"])
-    assert report.rows[0].problem == "FP8 begins with 8.9" and not report.choices[0].recipe
+    assert report.rows[0].problem == problem and not report.choices[0].recipe
 
 
 # ---------------------------------------------------------------------------

@@ -38,6 +38,8 @@ def _set_share(share: float | None) -> float | None:
     if share is not None:
         if not 0 < share <= 1:
             raise JaxmpError(f"--share {share} is not a share of the memory: write --share 0.95.")
+        # JAX accepts only one of the two variables.
+        os.environ.pop("XLA_CLIENT_MEM_FRACTION", None)
         os.environ["XLA_PYTHON_CLIENT_MEM_FRACTION"] = str(share)
     return share
 

@@ -26,7 +26,7 @@ from jaxmp._tools.memory._cache import compiler_of, folder_of
 from jaxmp._tools.plan._bound import MEASURED, cost_of, error_of
 from jaxmp._tools.plan._report import PlanRow
 from jaxmp._tools.report import _section
-from jaxmp.errors import JaxmpError, RecipeWarning, TargetError
+from jaxmp.errors import AuditError, JaxmpError, RecipeWarning, TargetError
 
 # Findings of the audit about kernels that were replaced by slower ones.
 _FALLBACKS = ("unfused_attention", "not_fp8", "fp8_fallback", "fp32_gemm")
@@ -159,7 +159,11 @@ class Candidate(NamedTuple):
 
 def _failed(error: JaxmpError) -> dict[str, Any]:
     """Returns the fields of a row without a program. XLA names the memory that a TPU lacks."""
-    problem = str(error).partition("\n")[0].partition(". ")[0].rstrip(".")
+    problem = " ".join(str(error).split())
+    if isinstance(error, (AuditError, TargetError)):
+        # The compiler's own errors are long.
+        problem = problem.partition(". ")[0]
+    problem = problem.rstrip(".")
     need = re.search(r"does not fit .* requires ([\d.]+)([KMGT]?)", problem)
     if need is None or not isinstance(error, TargetError):
         return {"problem": problem}
