@@ -770,6 +770,19 @@ def test_the_gradient_of_a_lookup_depends_on_the_rows_of_the_table():
     assert (note.check, note.severity) == ("wide_gather", "note")
 
 
+def test_the_terms_of_known_indices_are_counted():
+    def fn(x, ids):
+        return jax.ops.segment_sum(x, ids, 64).astype(jnp.float32)
+
+    x, pairs = shape(128, 64), jnp.tile(jnp.arange(64), 2)
+    assert audit(lambda x: fn(x, pairs), x).ok
+    loss = lambda x: x[pairs].astype(jnp.float32).sum()
+    assert audit(jax.grad(loss), shape(64, 64)).findings == ()
+    for ids, count in (jnp.arange(128) // 16, 16), (jax.ShapeDtypeStruct((128,), jnp.int32), 128):
+        report = audit(fn, x, ids) if count == 128 else audit(functools.partial(fn, ids=ids), x)
+        assert f" {count} terms" in the_only(report.errors, "reduction_16bit").message
+
+
 SUMS = {
     "reduce_sum": lambda x: lax.reduce_sum(x, (0,)),
     "cumsum": lambda x: jnp.cumsum(x, 0)[-1],

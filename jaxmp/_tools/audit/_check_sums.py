@@ -50,7 +50,7 @@ def check_sum(op: OpOccurrence, dtype: np.dtype, audit: Auditor) -> None:
     """Reports a reduction of many terms."""
     if op.name not in _check_ops.REDUCTIONS:
         return
-    terms = _terms(op)
+    terms = _terms(op, audit)
     if terms < _FEW_TERMS or _check_ops.counts_largest(op):
         return
     in_chunks = op.name in _IN_CHUNKS
@@ -112,13 +112,17 @@ def check_terms(op: OpOccurrence, audit: Auditor) -> None:
         audit.add(_check_ops.ACCUMULATOR_16BIT, op, message, fix)
 
 
-def _terms(op: OpOccurrence) -> int:
+def _terms(op: OpOccurrence, audit: Auditor) -> int:
     """Returns the largest number of elements that a reduction combines into one."""
     equation, operand = op.equation, op.operands[0].aval
     if op.name == "reduce_window_sum":
         return _programs.window_of(equation)
     if not op.name.startswith("scatter"):
         return math.prod(operand.shape[axis] for axis in _programs.axes_of(equation))
+    indices = audit.known.value(equation.invars[1])
+    if indices is not None and indices.size:
+        rows = indices.reshape(-1, indices.shape[-1])
+        return int(np.unique(rows, axis=0, return_counts=True)[1].max())
     if op.is_backward:
         # In the gradient of a lookup, the indices are those of different rows; the mean counts.
         return math.ceil(equation.invars[2].aval.size / max(operand.size, 1))
