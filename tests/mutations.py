@@ -596,8 +596,13 @@ weight gradients of dots are rounded to 16 bits
 test_fp32_gradients.py::test_kernel_gradients_are_no_bfloat16_numbers
 
 gradients of convolutions are summed over devices in 16 bits
-- lax.psum(convolve(*pair), axes)
-+ lax.psum(bind(equation, [*pair], out_sharding=None), axes).astype(FLOAT32)
+- return lambda *pair: in_parts(*pair).sum(0)
++ return lambda *pair: in_parts(*pair).astype(jnp.float16).sum(0).astype(jnp.float32)
+test_fp32_gradients.py::test_a_convolution_casts_its_gradient_to_fp32_before_the_sum_over_devices
+
+each device receives the whole gradient of a convolution
+- out_specs=PartitionSpec(axes),
++ out_specs=PartitionSpec(),
 test_fp32_gradients.py::test_a_convolution_casts_its_gradient_to_fp32_before_the_sum_over_devices
 
 products of weights are summed over devices in 16 bits

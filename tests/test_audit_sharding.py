@@ -22,8 +22,9 @@ from grids import fast_cases
 from jaxmp import audit
 from jaxmp._tools.audit._hlo import Program
 from jaxmp._tools.audit._hlo_collectives import mesh_axes
+from relaxed import relaxed
 from sources import code_of
-from training_steps import state_step
+from training_steps import new_state, state_step
 
 BF16 = "p=f32,c=bf16,o=f32"
 WIDTH, ROWS, LAYERS = 512, 2048, 3
@@ -118,6 +119,23 @@ def test_reduce_dtype_decides_whether_gradients_in_16_bits_are_an_error():
     report = compiled(step_of(mlp), policies="bf16")
     assert "all_reduce_16bit" not in severities(report)
     assert sent(report, "gradient") == {"float32": 4 * LAYERS * ONE}
+
+
+@needs_compiler
+def test_the_gradients_of_sharded_convolutions_are_scattered_although_a_norm_reads_them():
+    def loss_fn(kernels, x):
+        for kernel in kernels:
+            operands = low(x), low(kernel), (1,), "SAME"
+            x = lax.conv_general_dilated(*operands, dimension_numbers=("NWC", "WIO", "NWC"))
+        return jnp.mean(x.astype(jnp.float32) ** 2)
+
+    kernel = shape((3, 256, 256), P(None, "data"))
+    inner = relaxed(optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-3)))
+    state = jax.eval_shape(lambda: new_state([jnp.zeros(kernel.shape)] * 3, "bf16", inner))
+    state = jax.tree.map(lambda leaf: kernel if leaf.shape == kernel.shape else leaf, state)
+    report = compiled(state_step(loss_fn), state, shape((256, 8, 256), P("data")))
+    assert sent(report, "gradient", "reduce-scatter") == {"float32": 3 * 4 * 3 * 256 * 256}
+    assert sent(report, "gradient", "all-reduce") == {}
 
 
 @needs_compiler

@@ -441,13 +441,15 @@ def _in_parts(equation: JaxprEqn, operands: list[Array]) -> Callable[..., Array]
     if not is_whole or operands[0].shape[lhs[1]] % mesh.size:
         return None
     axes = mesh.axis_names
-    return jax.shard_map(
-        lambda *pair: lax.psum(convolve(*pair), axes),
+    in_parts = jax.shard_map(
+        lambda *pair: convolve(*pair)[None],
         mesh=mesh,
         in_specs=tuple(PartitionSpec(*[None] * spec[1], axes) for spec in (lhs, rhs)),
-        out_specs=PartitionSpec(),
+        out_specs=PartitionSpec(axes),
         check_vma=False,
     )
+    # XLA adds the parts where the optimizer's state is: it is a reduce-scatter if that is split.
+    return lambda *pair: in_parts(*pair).sum(0)
 
 
 def run_forward(equation: JaxprEqn, operands: list[Array]) -> Any:

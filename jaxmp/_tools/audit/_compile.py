@@ -291,7 +291,7 @@ def asked_by(jaxpr: Jaxpr) -> tuple[dict[int, NamedSharding], list[int]]:
     """Returns what `jit` and `shard_map` set for arguments: shardings, and those it donates."""
     numbers: dict[Any, int] = {var: number for number, var in enumerate(jaxpr.invars)}
     shardings, donated = dict[int, NamedSharding](), list[int]()
-    for reader in jaxpr.eqns:
+    for reader in _programs.equations(jaxpr, inside=False):
         flags = _programs.jit_of(reader)
         is_call = reader.primitive.name in _programs.CALLS
         inside = asked_by(_programs.inners(reader)[0].jaxpr)[0] if is_call else {}
