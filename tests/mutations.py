@@ -1115,13 +1115,18 @@ test_audit_plants.py::test_differences_within_a_rounded_result
 """,
     "jaxmp/_tools/audit/_check_matmuls.py": r"""
 the fix of an FP32 matmul names a precision that the line does not set
-- function, context = _library_function(op), "jax.default_matmul_precision('highest')"
+- function, context = _jax_function(op), "jax.default_matmul_precision('highest')"
 + return "Remove precision=HIGHEST"
 test_audit.py::test_the_fix_of_precision_highest_names_who_sets_it
 
 FP32 matmuls of a library's own choice are reported
-- return is_own_choice or _checks
+- return is_of_jax or _checks
 + return _checks
+test_audit.py::test_the_fix_of_precision_highest_names_who_sets_it
+
+FP32 matmuls of a layer of Flax count as JAX's own choice
+- is_of_flax = lambda file: "/flax/" in
++ is_of_flax = lambda file: "/no_flax/" in
 test_audit.py::test_the_fix_of_precision_highest_names_who_sets_it
 
 the axis of vmap is a width

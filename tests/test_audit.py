@@ -282,11 +282,18 @@ def solved(x, w):
     return odeint(field, x, jnp.linspace(0.0, 1.0, 2))[-1]
 
 
+def layer(x, w):
+    dense = nn.Dense(16, use_bias=False, precision="highest")
+    run = nn.Sequential([dense, jnp.tanh])
+    return run.apply({"params": {"layers_0": {"kernel": w}}}, x)
+
+
 HIGHEST = {
     "the default of a library": (resized, "Call `resize` with precision=None outside of jax."),
     "no default": (functools.partial(resized, precision=None), None),
     "a context": (within_a_context, "Remove precision=HIGHEST or jax.default_matmul_precision("),
     "inside of a library": (solved, None),
+    "a layer": (layer, "Remove precision=HIGHEST or jax.default_matmul_precision("),
 }
 
 
@@ -299,6 +306,7 @@ def test_the_fix_of_precision_highest_names_who_sets_it(case):
         report = audit(jax.grad(loss, 1), *args, recipe=BF16)
     found = [finding.fix for finding in report.findings if finding.check == "fp32_matmul"]
     assert [text.startswith(fix) for text in found] == [True] * (fix is not None)
+    assert (fn is solved) == any("`odeint` of JAX itself" in note for note in report.notes)
 
 
 def test_the_optimizers_own_matmuls_are_not_the_models():

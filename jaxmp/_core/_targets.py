@@ -216,16 +216,22 @@ def usable_share(environment: Mapping[str, str] = os.environ) -> float:
     Raises:
       TargetError: if the environment names no share.
     """
-    for variable in ("XLA_PYTHON_CLIENT_MEM_FRACTION", "XLA_CLIENT_MEM_FRACTION"):
-        if text := environment.get(variable, ""):
-            try:
-                share = float(text)
-            except ValueError:
-                share = 0.0
-            if 0 < share <= 1:
-                return share
-            raise TargetError(f"{variable}={text!r} is not a share of the memory: write 0.95.")
-    return 0.75
+    variable = share_variable(environment)
+    text = environment.get(variable) or "0.75"
+    try:
+        share = float(text)
+    except ValueError:
+        share = 0.0
+    if 0 < share <= 1:
+        return share
+    raise TargetError(f"{variable}={text!r} is not a share of the memory: write 0.95.")
+
+
+def share_variable(environment: Mapping[str, str]) -> str:
+    """Returns the environment variable that sets this share, of the two that JAX reads."""
+    new = "XLA_CLIENT_MEM_FRACTION"
+    old = "XLA_PYTHON_CLIENT_MEM_FRACTION"
+    return new if environment.get(new) and not environment.get(old) else old
 
 
 def target_memory() -> int | None:
@@ -266,7 +272,8 @@ def get_target(chip: TargetLike) -> Target:
                 f"target={str(chip)!r} has {', '.join(keys)}. A file describes one chip: write its "
                 "keys without a section, or one section with the name of the chip."
             )
-        return _described(*next(iter(sections.items()), (Path(chip).stem, keys)))
+        name, keys = next(iter(sections.items()), (Path(chip).stem, keys))
+        return _described(name, keys)
     lower = str(chip).lower()
     if lower in targets():
         raise TargetError(f"target={chip!r}: write the chip in lower case: target={lower!r}.")

@@ -53,7 +53,7 @@ class _Solutions(Forward):
         if name in SOLVERS or facts == {_SOLUTION}:
             result = _SOLUTION
         elif facts and name not in MATMULS:
-            # A bias or a mean, which has another size, leaves a value that of its matmul.
+            # A bias or a mean has another size, and the sum still counts as the matmul's result.
             size = array_aval(equation.outvars[0]).size
             own = {fact for var, fact in pairs if fact or array_aval(var).size == size}
             own -= {_CONSTANT}
@@ -62,7 +62,7 @@ class _Solutions(Forward):
         is_rounded = not dtypes.isdisjoint(_core.FLOATS_16BIT)
         results = [None if is_rounded else result] * count
         if name in _ORTHOGONAL:
-            # With the condition 1: a product with it is as exact as its other operand.
+            # Its condition number is 1, so that a product with it magnifies no rounding error.
             results[0] = None
         return results
 

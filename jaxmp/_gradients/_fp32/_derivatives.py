@@ -448,7 +448,8 @@ def _in_parts(equation: JaxprEqn, operands: list[Array]) -> Callable[..., Array]
         out_specs=PartitionSpec(axes),
         check_vma=False,
     )
-    # XLA adds the parts where the optimizer's state is: it is a reduce-scatter if that is split.
+    # A sum outside of the `shard_map`, because XLA then sends each device only its part of the
+    # gradient if the optimizer's state is split.
     return lambda *pair: in_parts(*pair).sum(0)
 
 

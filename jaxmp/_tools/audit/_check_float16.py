@@ -323,7 +323,7 @@ def check_scales(audit: _auditor.Auditor, traced: _trace.Traced) -> Iterable[_ro
         is_state = bool(audit.flow.labels(From, var))
         is_norm = var.aval.size == 1 and not is_state and any(powers.get(n) for n in scales)
         maker = traced.maker_of(var, audit.findings) if is_norm and not events else None
-        # The gradient of a bias with one element is no norm.
+        # The gradient of a bias with one element is not a norm.
         if maker is not None and not maker.is_backward:
             message = f"result{jtu.keystr(path)} is computed from gradients that are multiplied by"
             yield SCALED_GRADIENTS.finding(f"{message} the loss scale.", _FIX, maker)

@@ -270,18 +270,27 @@ def _is_fp32_by_design(op: OpOccurrence, matmul: _programs.Matmul, audit: Audito
     is_exact |= ((), _programs.call_site(op.equation)) in exact
     if is_exact or _is_selection(op, use, audit):
         exact.append(key)
-    function = _library_function(op) if _severity_of(op)[1] else None
-    is_own_choice = function is not None and "precision" not in function.co_varnames
-    return is_own_choice or _checks.is_internal_matmul(op, matmul) or key in exact
+    function = _jax_function(op) if _severity_of(op)[1] else None
+    is_of_jax = function is not None and "precision" not in function.co_varnames
+    if function is not None and is_of_jax:
+        text = f"`{function.co_name}` of JAX itself multiplies with precision=HIGHEST at {op.where}"
+        audit.notes[text] = None
+    return is_of_jax or _checks.is_internal_matmul(op, matmul) or key in exact
 
 
-def _library_function(op: OpOccurrence) -> CodeType | None:
-    """Returns the function that the user's expression calls without a `precision`."""
+def _jax_function(op: OpOccurrence) -> CodeType | None:
+    """Returns the function of JAX that the user's expression calls without a `precision`.
+
+    None if it calls another function, as of a layer of Flax, whose author sets the precision.
+    """
     node, is_own = op.expression.node, op.findings.lines.is_own
     if not isinstance(node, ast.Call) or "precision" in op.expression.text:
         return None
     name = ast.unparse(node.func).rpartition(".")[2]
-    codes = itertools.takewhile(lambda code: not is_own(code.co_filename), op.codes)
+    is_of_flax = lambda file: "/flax/" in file.replace("\\", "/")
+    codes = itertools.takewhile(
+        lambda code: not (is_own(code.co_filename) or is_of_flax(code.co_filename)), op.codes
+    )
     return next((code for code in codes if code.co_name == name), None)
 
 
@@ -378,7 +387,7 @@ def _remove_precision(op: OpOccurrence) -> str:
     """Returns the first part of the fix of `precision=HIGHEST`."""
     if "precision" in op.expression.text:
         return "Remove precision=HIGHEST"
-    function, context = _library_function(op), "jax.default_matmul_precision('highest')"
+    function, context = _jax_function(op), "jax.default_matmul_precision('highest')"
     if function is None:
         return f"Remove precision=HIGHEST or {context}"
     return f"Call `{function.co_name}` with precision=None outside of {context}"

@@ -113,8 +113,7 @@ class MachineReport(NamedTuple):
     def __str__(self) -> str:
         machine = self.machine
         devices = ", ".join(f"{n} x {name}" for name, n in machine.devices.items()) or "none"
-        memory = machine.environment.get("XLA_CLIENT_MEM_FRACTION", "0.75")
-        memory = machine.environment.get("XLA_PYTHON_CLIENT_MEM_FRACTION", memory)
+        memory = machine.environment.get(_core.share_variable(machine.environment)) or "0.75"
         rows = {"devices": devices, "python": platform.python_version(), **machine.versions}
         if machine.driver:
             rows["NVIDIA driver"] = machine.driver
@@ -334,7 +333,7 @@ def _use_problems(machine: Machine) -> Iterator[Problem]:
     try:
         _core.usable_share(machine.environment)
     except TargetError as error:
-        yield Problem(str(error), f"export {str(error).partition('=')[0]}=0.95")
+        yield Problem(str(error), f"export {_core.share_variable(machine.environment)}=0.95")
     if machine.failure:
         message = f"JAX finds no device: {machine.failure.rstrip('.')}."
         yield Problem(message, "unset JAX_PLATFORMS")

@@ -159,11 +159,11 @@ class Candidate(NamedTuple):
 
 def _failed(error: JaxmpError) -> dict[str, Any]:
     """Returns the fields of a row without a program. XLA names the memory that a TPU lacks."""
-    problem = " ".join(str(error).split())
+    text = str(error)
     if isinstance(error, (AuditError, TargetError)):
         # The compiler's own errors are long.
-        problem = problem.partition(". ")[0]
-    problem = problem.rstrip(".")
+        text = text.partition("\n")[0].partition(". ")[0]
+    problem = " ".join(text.split()).rstrip(".")
     need = re.search(r"does not fit .* requires ([\d.]+)([KMGT]?)", problem)
     if need is None or not isinstance(error, TargetError):
         return {"problem": problem}
