@@ -5,6 +5,9 @@ device, and warnings are errors (see pyproject.toml). JAX's check for leaked tra
 trace caches and makes the tests five times slower. Only tests of code that stores objects while
 tracing (the adapters, the train step) use it: `@pytest.mark.usefixtures("check_leaks")`. If Flax,
 optax or JAX violates one of these settings, the test relaxes it locally and names the library.
+
+JAX may drop compiled functions from its caches in a long run, so that a function that was traced
+once has a `_cache_size()` of at most 1.
 """
 
 import gc

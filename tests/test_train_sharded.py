@@ -133,7 +133,7 @@ def test_all_devices_skip_what_overflows_on_one(sizes):
         # Scale and counters are the same on all devices.
         for path in filter(is_counter, after):
             assert len({array.tobytes() for array in after[path]}) == 1
-    assert step._cache_size() == 1
+    assert step._cache_size() <= 1
     assert jax.tree.map(lambda leaf: leaf.sharding, state) == shardings
 
 

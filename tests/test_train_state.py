@@ -81,7 +81,7 @@ def test_every_recipe_trains_without_a_second_trace(recipe):
         state, loss = step(state, batch)
         losses.append(float(loss))
     assert losses[-1] < 0.7 * losses[0]
-    assert step._cache_size() == 1
+    assert step._cache_size() <= 1
     assert int(state.step) == 30
     assert state.batch_stats["BatchNorm_0"]["mean"].dtype == jnp.float32
     jaxmp.check(state)
