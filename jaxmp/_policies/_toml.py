@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import collections
+import contextlib
 import dataclasses
 import functools
 import json
 import math
 import re
 import tomllib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from importlib import resources
 from importlib.resources.abc import Traversable
 from pathlib import Path
@@ -49,17 +49,11 @@ class Document:
     def locate(self, *key: str | int) -> str:
         """Describes the location of a key: `'my.toml', line 4, column 1, key 'policy.matmul'`.
 
-        A key without a known position gets that of the first key below it, or else of the nearest
-        table that contains it, or no position.
+        A key without a known position gets that of the nearest table that contains it, or none.
         """
-        below = [candidate for candidate in self.positions if key and candidate[: len(key)] == key]
-        above = [
-            key[:length] for length in range(len(key), 0, -1) if key[:length] in self.positions
-        ]
-        position = "".join(
-            f", line {line}, column {column}"
-            for line, column in [self.positions[candidate] for candidate in (below + above)[:1]]
-        )
+        known = [key[:end] for end in range(len(key), 0, -1) if key[:end] in self.positions]
+        positions = (self.positions[each] for each in known[:1])
+        position = "".join(f", line {line}, column {column}" for line, column in positions)
         return f"{self.file!r}{position}{_key_label(key)}"
 
 
@@ -142,64 +136,29 @@ def _syntax_error(file: str, text: str, problem: str) -> RecipeError:
 # Positions of keys
 # ---------------------------------------------------------------------------
 
-_STRING_OR_COMMENT = re.compile(
-    r'"""(?:\\.|[^\\])*?"{3,5}'
-    r"|'''.*?'{3,5}"
-    r'|"(?:\\.|[^"\\\n])*"'
-    r"|'[^'\n]*'"
-    r"|#[^\n]*",
-    re.DOTALL,
-)
-_NAME = r"""(?:[A-Za-z0-9_-]+|"(?:\\.|[^"\\])*"|'[^']*')"""
-_NAMES = rf"{_NAME}(?:\s*\.\s*{_NAME})*"
-_HEADER = re.compile(rf"\s*(?P<open>\[\[?)\s*(?P<names>{_NAMES})\s*\]\]?\s*$")
-_SETTING = re.compile(rf"\s*(?P<names>{_NAMES})\s*=")
-
 
 def _find_positions(text: str) -> dict[Key, Position]:
-    """Returns the line and column of each table header and of each key at the start of a line."""
+    """Returns the line and column of each table header and of each key at the start of a line.
+
+    A line starts a setting if the text above it is complete, which a value of several lines is not.
+    """
     positions: dict[Key, Position] = {}
-    headers: collections.Counter[Key] = collections.Counter()
-    table: Key = ()
-    for number, line in enumerate(_STRING_OR_COMMENT.sub(_blank, text).split("\n"), start=1):
-        match = header = _HEADER.match(line)
-        if header:
-            *above, name = _split(header["names"]) or ("",)
-            table = ()
-            for part in above:  # [[phases.rules]] belongs to the last [[phases]]
-                table = (*table, part)
-                table += (headers[table] - 1,) * (table in headers)
-            table = (*table, name)
-            if header["open"] == "[[":
-                headers[table] += 1
-                table = (*table, headers[table] - 1)
-        else:
-            match = _SETTING.match(line)
-        if match:
-            key = table if header else (*table, *_split(match["names"]))
-            positions.setdefault(key, (number, match.start("names") + 1))
+    lines, start = text.split("\n"), 0
+    for end in range(1, len(lines) + 1):
+        with contextlib.suppress(tomllib.TOMLDecodeError):
+            table = tomllib.loads("\n".join(lines[:end]))
+            column = len(lines[start]) - len(lines[start].lstrip(" \t[")) + 1
+            positions = {key: (start + 1, column) for key in _keys(table)} | positions
+            start = end
     return positions
 
 
-def _blank(match: re.Match[str]) -> str:
-    """Replaces a comment by nothing, and a multi-line string by its line breaks."""
-    text = match[0]
-    if text.startswith("#"):
-        return ""
-    return "\n" * text.count("\n") if "\n" in text else text
-
-
-def _split(names: str) -> Key:
-    """Splits a dotted key: `a."b c".d` -> `("a", "b c", "d")`; () if it is not valid TOML."""
-    try:
-        table: Any = tomllib.loads(f"{names} = 0")
-    except tomllib.TOMLDecodeError:
-        return ()
-    key: list[str] = []
-    while isinstance(table, dict):
-        name, table = next(iter(table.items()))
-        key.append(name)
-    return tuple(key)
+def _keys(value: object, above: Key = ()) -> Iterator[Key]:
+    """Yields the keys of all values in a TOML value, whose own key is `above`."""
+    pairs = value.items() if isinstance(value, dict) else ()
+    for name, each in enumerate(value) if isinstance(value, list) else pairs:
+        yield (*above, name)
+        yield from _keys(each, (*above, name))
 
 
 # ---------------------------------------------------------------------------
