@@ -261,6 +261,15 @@ def _load_file(file: str) -> RecipeData:
     return _build(_read_layers(file, Path(file)))
 
 
+def parse_recipe(text: str) -> RecipeData:
+    """Returns the recipe of a TOML text that extends no other.
+
+    Raises:
+      RecipeError: as `as_recipe_data`.
+    """
+    return _build(read_contents(_toml.parse("recipe.toml", text)))
+
+
 def _read_layers(file: str, path: Traversable, chain: tuple[str, ...] = ()) -> Contents:
     """Reads a file, merged with the files that it extends.
 

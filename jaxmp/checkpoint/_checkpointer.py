@@ -13,7 +13,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath
 
-from jaxmp import __version__, _core
+from jaxmp import _core
 from jaxmp._core import PyTree
 from jaxmp._policies import _load, _recipe, _resolve
 from jaxmp.checkpoint import _foreign, _handler, _manifest, _writer
@@ -33,8 +33,8 @@ def check_made_with(description: Description, recipe: _recipe.Recipe, name: str)
     """
     for masters in description.masters:
         for parameter in masters.parameters:
-            path = parameter.path.replace(":", "/").lstrip("/")
-            dtype = _resolve.storage_dtype(recipe.policies, tuple(path.split("/")))
+            names = tuple(parameter.name.split("/"))
+            dtype = _resolve.storage_dtype(recipe.policies, names)
             form = "none"
             if _core.is_16bit(dtype):
                 form = {"auto": "fp32"}.get(recipe.master, recipe.master)
@@ -200,9 +200,6 @@ class Checkpointer:
             step=step,
             recipe_toml=recipe.to_toml(),
             description=flat.description,
-            files={},
-            jaxmp_version=__version__,
-            jax_version=jax.__version__,
             metrics=metrics,
             extra=extra,
         )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import jax
@@ -72,6 +72,11 @@ class Parameter:
     inside: str
     # Path of its FP32 master or remainder; "" if it has none.
     master: str = ""
+
+    @property
+    def name(self) -> str:
+        """Its path in a tree of parameters: "block/dense/kernel"."""
+        return self.path.replace(":", "/").lstrip("/")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -228,29 +233,26 @@ def _describe(
 ) -> Description:
     paths = ["/".join(names) for names, _ in rows]
     _check_unique(paths)
-    leaves = tuple(
-        Leaf(path, _dtype_name(path, value), tuple(np.shape(value)))
-        for path, (_, value) in zip(paths, rows, strict=True)
-    )
+    dtypes = {path: _dtype_name(path, value) for path, (_, value) in zip(paths, rows, strict=True)}
     scales = _nodes(typed, LossScale)
     guards = _nodes(typed, (_skip.SkipNonfiniteState, _layout.MasterParamsState))
-    description = Description(
-        leaves,
-        scales=tuple(Scale("/".join(names), type(node).__name__) for names, node in scales),
-        optimizers=tuple("/".join(names) for names, _ in guards),
-    )
-    outside = outside_of(description)
-    model_of = lambda names: next(
-        (root for path, root in models.items() if is_below("/".join(names), path)), None
-    )
+    optimizers = tuple("/".join(names) for names, _ in guards)
+    outside = {path: dtypes[path] for path in outside_of(optimizers, paths)}
     masters = tuple(
-        _describe_masters(names, node, outside, values, model_of(names))
+        _describe_masters(names, node, outside, values, models)
         for names, node in _nodes(typed, _layout.MasterParamsState)
     )
     for row in masters:
         roles |= {p.leaf: _roles.PARAMETER for p in row.parameters if p.leaf} | row.roles
-    leaves = tuple(dataclasses.replace(x, role=roles.get(x.path, x.role)) for x in leaves)
-    return dataclasses.replace(description, leaves=leaves, masters=masters)
+    return Description(
+        tuple(
+            Leaf(path, dtypes[path], tuple(np.shape(value)), roles.get(path, _roles.OTHER))
+            for path, (_, value) in zip(paths, rows, strict=True)
+        ),
+        masters,
+        tuple(Scale("/".join(names), type(node).__name__) for names, node in scales),
+        optimizers,
+    )
 
 
 def _check_unique(paths: list[str]) -> None:
@@ -301,50 +303,50 @@ def _dtype_name(path: str, value: object) -> str:
 def _describe_masters(
     names: _core.Path,
     node: _layout.MasterParamsState,
-    outside: list[tuple[str, str]],
+    outside: Mapping[str, str],
     values: Mapping[str, Any],
-    model: str | None,
+    models: Mapping[str, str],
 ) -> Masters:
     layout = node.layout
-    collections_ = _core.has_collections(node.masters)
     flat, _ = jax.tree_util.tree_flatten_with_path(
         node.masters, is_leaf=lambda x: isinstance(x, optax.MaskedNode)
     )
-    names_in = lambda path: (layout.prefix + path.replace(":", "/").lstrip("/"),)
-    inside_of: dict[str, _core.Path] = {path: names_in(path) for path, _ in layout.storage}
-    for key_path, _ in flat:
-        inside = _core.path_names(key_path)
-        stripped = _core.strip_collection(inside) if collections_ else inside
-        inside_of[_core.parameter_path(stripped)] = inside
+    inside = [_core.path_names(key_path) for key_path, _ in flat]
+    if isinstance(node.masters, optax.MaskedNode):
+        paths = [path.replace(":", "/").lstrip("/") for path, _ in layout.storage]
+        inside = [(layout.prefix + path,) for path in paths]
     parameters = tuple(
         Parameter(
             path,
             "",
             storage,
-            "/".join(inside_of[path]),
-            "/".join((*names, layout.key, *inside_of[path])) if layout.has_master(i) else "",
+            "/".join(below),
+            "/".join((*names, layout.key, *below)) if layout.has_master(i) else "",
         )
-        for i, (path, storage) in enumerate(layout.storage)
+        for i, ((path, storage), below) in enumerate(zip(layout.storage, inside, strict=True))
         if storage
     )
     masters = Masters("/".join(names), layout.key.removesuffix("_masters"), parameters)
-    tests: list[Callable[[str, dict[str, str]], bool]] = []
-    if values:
-        tests.append(lambda _, leaves: _rounds_to(node, leaves, values))
-    if model is not None:
-        tests.append(lambda root, _: root == model)
-    return find_parameters(masters, outside, *tests)
+    model = next((root for path, root in models.items() if is_below(masters.path, path)), None)
+    return find_parameters(
+        masters,
+        outside,
+        lambda root: not values or _rounds_to(node, choose_parameters(masters, root), values),
+        lambda root: model in (None, root),
+        lambda root: _is_beside(root, masters.path),
+    )
 
 
 def _rounds_to(
-    node: _layout.MasterParamsState, leaves: Mapping[str, str], values: Mapping[str, Any]
+    node: _layout.MasterParamsState, masters: Masters, values: Mapping[str, Any]
 ) -> bool:
-    """Returns False if FP32 masters do not round to these leaves, which are thus not theirs.
+    """Returns False if FP32 masters do not round to the chosen leaves, which are thus not theirs.
 
     A packed remainder fits any parameter.
     """
     if node.layout.master != "fp32":
         return True
+    leaves = {parameter.path: parameter.leaf for parameter in masters.parameters}
     pairs = [(master, values[leaves[path]]) for _, path, master in node.values()]
     try:
         moved = [(jax.device_put(m, getattr(p, "sharding", None)), p) for m, p in pairs]
@@ -359,37 +361,38 @@ def _rounds_to(
 
 
 def find_parameters(
-    masters: Masters,
-    outside: list[tuple[str, str]],
-    *tests: Callable[[str, dict[str, str]], bool],
+    masters: Masters, outside: Mapping[str, str], *tests: Callable[[str], bool]
 ) -> Masters:
     """Finds the leaves that store the parameters of an optimizer, which does not refer to them.
 
     Below one path they have the further names and the storage dtypes of the parameters. If an
-    average fits too, the tests decide in their order, and then the names of a train state: its
-    optimizer state is `opt_state`, and its parameters are `params`.
+    average fits too, the tests decide in their order.
 
     Args:
       masters: the masters, without the leaves of the parameters.
-      outside: path and dtype of each leaf outside of optimizer states.
-      *tests: functions of a path and the leaves below it, by parameter; one that excludes all
-        candidates is ignored.
+      outside: path -> dtype of each leaf outside of optimizer states.
+      *tests: functions of such a path; one that excludes all candidates is ignored.
 
     Returns:
       The masters with the leaves of the parameters, or with several candidates.
     """
-    candidates = _candidates(masters, outside)
-    for test in (*tests, lambda root, _: _is_beside(root, masters.path)):
-        if len(candidates) > 1:
-            fitting = {root: row for root, row in candidates.items() if test(root, row)}
-            candidates = fitting or candidates
-    return _with_candidates(masters, candidates)
+    roots = _candidates(masters, outside)
+    for test in tests:
+        if len(roots) > 1:
+            fitting = list(filter(test, roots))
+            roots = fitting or roots
+    if len(roots) == 1:
+        return choose_parameters(masters, roots[0])
+    return dataclasses.replace(masters, candidates=tuple(roots))
 
 
-def choose_parameters(masters: Masters, root: str, description: Description) -> Masters:
+def choose_parameters(masters: Masters, root: str) -> Masters:
     """Returns masters whose parameters are those below one of the candidates."""
-    row = _candidates(masters, outside_of(description))[root]
-    return _with_candidates(masters, {root: row})
+    parameters = tuple(
+        dataclasses.replace(p, leaf="/".join(filter(None, (root, p.name))))
+        for p in masters.parameters
+    )
+    return dataclasses.replace(masters, parameters=parameters, candidates=(root,))
 
 
 def finite_leaves(description: Description) -> set[str]:
@@ -401,7 +404,7 @@ def finite_leaves(description: Description) -> set[str]:
     """
     leaves = description.by_path
     rows = [
-        choose_parameters(row, row.candidates[0], description) if row.candidates else row
+        choose_parameters(row, row.candidates[0]) if row.candidates else row
         for row in description.masters
     ]
     stored = [p.leaf or p.master for row in rows for p in row.parameters]
@@ -416,40 +419,21 @@ def finite_leaves(description: Description) -> set[str]:
     }
 
 
-def outside_of(description: Description) -> list[tuple[str, str]]:
-    """Returns path and dtype of each leaf outside of the states of optimizers."""
-    return [
-        (leaf.path, leaf.dtype)
-        for leaf in description.leaves
-        if not any(is_below(leaf.path, path) for path in description.optimizers)
-    ]
+def outside_of(optimizers: Iterable[str], paths: Iterable[str]) -> list[str]:
+    """Returns the paths of leaves that are outside of the states of optimizers."""
+    return [path for path in paths if not any(is_below(path, each) for each in optimizers)]
 
 
-def _with_candidates(masters: Masters, candidates: dict[str, dict[str, str]]) -> Masters:
-    leaves = next(iter(candidates.values())) if len(candidates) == 1 else {}
-    return dataclasses.replace(
-        masters,
-        parameters=tuple(
-            dataclasses.replace(p, leaf=leaves.get(p.path, "")) for p in masters.parameters
-        ),
-        candidates=tuple(candidates),
-    )
-
-
-def _candidates(masters: Masters, outside: list[tuple[str, str]]) -> dict[str, dict[str, str]]:
-    """Returns path -> path of the parameter -> path of the leaf, where all parameters fit."""
-    wanted = {
-        p.path.replace(":", "/").lstrip("/"): (p.path, _core.canonical_dtype(p.storage).name)
-        for p in masters.parameters
-    }
-    fits: dict[str, dict[str, str]] = collections.defaultdict(dict)
-    for leaf, dtype in outside:
-        names = tuple(leaf.split("/"))
+def _candidates(masters: Masters, outside: Mapping[str, str]) -> list[str]:
+    """Returns the paths below which all parameters fit."""
+    wanted = {p.name: _core.canonical_dtype(p.storage).name for p in masters.parameters}
+    counts: collections.Counter[str] = collections.Counter()
+    for leaf, dtype in outside.items():
+        names = leaf.split("/")
         for start in range(len(names) + 1):
-            path, storage = wanted.get("/".join(names[start:]), ("", ""))
-            if storage == dtype:
-                fits["/".join(names[:start])][path] = leaf
-    return {root: leaves for root, leaves in fits.items() if len(leaves) == len(wanted)}
+            if wanted.get("/".join(names[start:])) == dtype:
+                counts["/".join(names[:start])] += 1
+    return [root for root, count in counts.items() if count == len(wanted)]
 
 
 def _is_beside(root: str, optimizer: str) -> bool:

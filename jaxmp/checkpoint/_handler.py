@@ -47,9 +47,7 @@ def _is_finite(part: Any) -> Any:
     return np.isfinite(np.asarray(part)).all()
 
 
-@jax.jit
-def _on_device(part: jax.Array) -> jax.Array:
-    return jnp.isfinite(part).all()
+_on_device = jax.jit(_core.all_finite)
 
 
 def not_finite(tests: dict[str, list[Any]]) -> tuple[str, ...]:
@@ -291,11 +289,9 @@ def _make(action: Action, leaf: Leaf, stored: dict[str, Any], value: Any) -> Any
         full = _full_value(*sources)
         if action.operation == "master":
             return full
-        param, remainder = _pack(full) if action.packed[1] else (None, None)
         if action.operation == "remainder":
-            return remainder
-        if param is None or param.dtype != dtype:
-            param = jax.jit(lambda x: x.astype(dtype))(full)
+            return _remainder(full)
+        param = _to_storage(full, dtype, "packed" if action.packs else "fp32")
     if dtype == _core.FLOAT16 and bool(jnp.any(jnp.isinf(param) & jnp.isfinite(full))):
         raise CheckpointError(
             f"The checkpoint cannot be migrated: {leaf.path!r} has values of 65520 or more, which "
@@ -312,7 +308,8 @@ def _full_value(param: jax.Array, master: jax.Array | None = None) -> jax.Array:
     return _master.read_master(param, master)
 
 
-_pack = jax.jit(_master.pack)
+_remainder = jax.jit(lambda full: _master.pack(full)[1])
+_to_storage = jax.jit(_master.to_storage, static_argnums=(1, 2))
 
 
 def _create(action: Action, leaf: Leaf, value: Any) -> np.ndarray:

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import tempfile
 import zlib
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 from etils import epath
 
 from jaxmp import __version__, _core
 from jaxmp._core import ArrayLike
-from jaxmp._policies import _recipe
+from jaxmp._policies import _load, _recipe
 from jaxmp.checkpoint._description import Description, Leaf
 from jaxmp.errors import CheckpointError, JaxmpError
 
@@ -34,12 +33,12 @@ class Manifest:
     step: int
     recipe_toml: str
     description: Description
-    # Name of a data file -> its size in bytes and its CRC-32.
-    files: dict[str, tuple[int, str]]
     metrics: dict[str, float]
     extra: Any
-    jaxmp_version: str
-    jax_version: str
+    # Name of a data file -> its size in bytes and its CRC-32.
+    files: dict[str, tuple[int, str]] = dataclasses.field(default_factory=dict)
+    jaxmp_version: str = __version__
+    jax_version: str = jax.__version__
     # Paths of parameters, masters, averages and moments with NaN or infinity.
     nonfinite: tuple[str, ...] = ()
 
@@ -50,7 +49,7 @@ class Manifest:
         Raises:
           CheckpointError: if this version of jaxmp cannot read it.
         """
-        return parse_recipe(self.recipe_toml)
+        return _parse_recipe(self.recipe_toml)
 
     def is_of(self, recipe: _recipe.Recipe | None) -> bool:
         """Returns True if a recipe has the settings of the manifest's one, and for None."""
@@ -68,21 +67,18 @@ def _crc(body: str) -> str:
     return f"{zlib.crc32(body.encode()):08x}"
 
 
-def parse_recipe(text: str) -> _recipe.Recipe:
+def _parse_recipe(text: str) -> _recipe.Recipe:
     """Parses the TOML text of a recipe.
 
     Raises:
       CheckpointError: if this version of jaxmp cannot read it.
     """
-    with tempfile.TemporaryDirectory() as directory:
-        path = Path(directory, "manifest.toml")
-        path.write_text(text, encoding="utf-8")
-        try:
-            return _recipe.load_recipe(str(path))
-        except JaxmpError as error:
-            raise CheckpointError(
-                f"This version of jaxmp cannot read the recipe in the manifest: {error}"
-            ) from error
+    try:
+        return _recipe.load_recipe(_load.parse_recipe(text))
+    except JaxmpError as error:
+        raise CheckpointError(
+            f"This version of jaxmp cannot read the recipe in the manifest: {error}"
+        ) from error
 
 
 def write_manifest(directory: epath.Path, manifest: Manifest) -> None:
@@ -220,7 +216,7 @@ class CheckpointInfo:
     @property
     def recipe(self) -> _recipe.Recipe:
         """The recipe under which the state was trained."""
-        return parse_recipe(self.recipe_toml)
+        return _parse_recipe(self.recipe_toml)
 
     def __str__(self) -> str:
         metrics = ", ".join(f"{name} {value:g}" for name, value in self.metrics.items())

@@ -22,8 +22,7 @@ def is_node(value: object) -> bool:
 
 def pure_state(node: nnx.Pytree) -> PyTree:
     """Returns the arrays of an NNX object as a pytree without Variables."""
-    nnx = sys.modules["flax.nnx"]
-    return nnx.as_pure(nnx.state(node))
+    return sys.modules["flax.nnx"].as_pure(variables(node))
 
 
 def variables(node: nnx.Pytree) -> PyTree:

@@ -17,7 +17,6 @@ from jaxmp.checkpoint._description import (
     PYTHON_NUMBERS,
     Description,
     Leaf,
-    Masters,
     Parameter,
     choose_parameters,
     is_below,
@@ -42,13 +41,13 @@ class Action:
       sources: paths in the checkpoint: the leaf; or the parameter and, if it has one, its master
         or remainder.
       value: fill value of a created leaf; None: its value in the given state.
-      packed: two flags: the FP32 value is read from a packed master; it is written to one.
+      packs: the FP32 value is written to a packed master.
     """
 
     operation: str
     sources: tuple[str, ...] = ()
     value: Any = None
-    packed: tuple[bool, bool] = (False, False)
+    packs: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -145,14 +144,22 @@ def plan_parameters(source: Description, target: Description, params: Declared =
     """
     root, target = place_parameters(source, target, params)
     rows = [
-        choose_parameters(row, root, source) if root in row.candidates else row
-        for row in source.masters
+        choose_parameters(row, root) if root in row.candidates else row for row in source.masters
     ]
     return _Migration(dataclasses.replace(source, masters=tuple(rows)), target, {}).plan()
 
 
-# Master layout and parameter of a checkpoint.
+# Form of the master, "FP32", "packed" or "" for none, and the parameter.
 _Entry: TypeAlias = tuple[str, Parameter]
+
+
+def _entries(side: Description) -> list[_Entry]:
+    forms = {"fp32": "FP32", "packed": "packed"}
+    return [
+        (forms[row.layout] if parameter.master else "", parameter)
+        for row in side.masters
+        for parameter in row.parameters
+    ]
 
 
 class _Migration:
@@ -166,7 +173,7 @@ class _Migration:
         self._index: dict[tuple[str, ...], list[str]] = collections.defaultdict(list)
         for leaf in source.leaves:
             self._index[self._canonical(leaf.path, source)].append(leaf.path)
-        rows = [(row.layout, p) for row in source.masters for p in row.parameters if p.leaf]
+        rows = [entry for entry in _entries(source) if entry[1].leaf]
         self._parameters: dict[str, _Entry] = {entry[1].leaf: entry for entry in rows}
         self._by_name: dict[str, list[_Entry]] = collections.defaultdict(list)
         for entry in rows:
@@ -180,14 +187,13 @@ class _Migration:
     def plan(self) -> Plan:
         """Returns the plan."""
         owners = {
-            path: (masters, parameter)
-            for masters in self._target.masters
-            for parameter in masters.parameters
+            path: (form, parameter)
+            for form, parameter in _entries(self._target)
             for path in (parameter.leaf, parameter.master)
             if path
         }
         actions = [
-            self._from_fp32(leaf, *owners[leaf.path]) if leaf.path in owners else self._action(leaf)
+            self._from_fp32(leaf, owners[leaf.path]) if leaf.path in owners else self._action(leaf)
             for leaf in self._target.leaves
         ]
         self._note_dropped()
@@ -206,50 +212,32 @@ class _Migration:
 
     # ---------------------------------------------------------------- Parameters and masters
 
-    def _from_fp32(
-        self, leaf: Leaf, masters: Masters, parameter: Parameter, entry: _Entry | None = None
-    ) -> Action:
+    def _from_fp32(self, leaf: Leaf, wanted: _Entry, entry: _Entry | None = None) -> Action:
         """Makes a parameter or its master from the FP32 value in the checkpoint."""
-        layout, stored = entry or self._parameter_entry(leaf, parameter)
+        form, stored = entry or self._parameter_entry(leaf, wanted[1])
         before = self._stored[stored.leaf]
         if before.shape != leaf.shape:
             raise self._refusal(leaf, f"the checkpoint has {before} at {stored.leaf!r}")
         sources = tuple(path for path in (stored.leaf, stored.master) if path)
         self._used.update(sources)
-        packed = (layout == "packed" and bool(stored.master), masters.layout == "packed")
         operation = {MASTER: "master", REMAINDER: "remainder"}.get(leaf.role, "parameter")
-        if operation == "parameter":
-            same_rounding = bool(stored.master) == bool(parameter.master) and packed[0] == packed[1]
-            if before.dtype == leaf.dtype and same_rounding:
-                return Action("copy", (stored.leaf,))
-            self._note_parameter(before, stored, leaf, parameter, packed)
-        is_same_form = packed[0] if operation == "remainder" else not packed[0]
-        if operation != "parameter" and stored.master and is_same_form:
+        if form == wanted[0] and operation != "parameter":
             return Action("copy", (stored.master,))
-        return Action(operation, sources, packed=packed)
+        if operation == "parameter":
+            if (before.dtype, form) == (leaf.dtype, wanted[0]):
+                return Action("copy", (stored.leaf,))
+            self._note_parameter(before, form, leaf, wanted[0])
+        return Action(operation, sources, packs=wanted[0] == "packed")
 
-    def _note_parameter(
-        self,
-        before: Leaf,
-        stored: Parameter,
-        leaf: Leaf,
-        parameter: Parameter,
-        packed: tuple[bool, bool],
-    ) -> None:
-        name = lambda leaf, master, is_packed: (
-            f"{leaf.dtype} + {'packed' if is_packed else 'FP32'} master" if master else leaf.dtype
-        )
-        change = (
-            f"parameter: {name(before, stored.master, packed[0])} -> "
-            f"{name(leaf, parameter.master, packed[1])}"
-        )
-        was_16bit = _core.is_16bit(_numpy_dtype(before.dtype))
-        if _core.is_16bit(_numpy_dtype(leaf.dtype)) and not parameter.master:
-            if stored.master:
+    def _note_parameter(self, before: Leaf, form: str, leaf: Leaf, new_form: str) -> None:
+        name = lambda leaf, form: f"{leaf.dtype} + {form} master" if form else leaf.dtype
+        change = f"parameter: {name(before, form)} -> {name(leaf, new_form)}"
+        if _core.is_16bit(_numpy_dtype(leaf.dtype)) and not new_form:
+            if form:
                 self._note(f"{change}: rounded, and the master is dropped", loses=True)
             elif before.dtype != leaf.dtype:
                 self._note(f"{change}: rounded", loses=True)
-        elif was_16bit and not stored.master:
+        elif _core.is_16bit(_numpy_dtype(before.dtype)) and not form:
             self._note(f"{change}: from the 16-bit parameter, the only value there is")
         else:
             self._note(f"{change}: FP32 value preserved bit for bit")
@@ -263,7 +251,7 @@ class _Migration:
             if len(self._by_name[parameter.path]) == 1:
                 return self._by_name[parameter.path][0]
             raise self._refusal(leaf, f"the checkpoint has no parameter {parameter.path!r}")
-        return "no", dataclasses.replace(parameter, leaf=path, master="")
+        return "", dataclasses.replace(parameter, leaf=path, master="")
 
     # ---------------------------------------------------------------- Other leaves
 
@@ -290,10 +278,10 @@ class _Migration:
         if before.dtype == leaf.dtype:
             return Action("copy", (path,))
         entry = self._parameters.get(path)
-        if entry and entry[1].master and _kind(_numpy_dtype(leaf.dtype)) == "float":
+        if entry and entry[0] and _kind(_numpy_dtype(leaf.dtype)) == "float":
             # The new state lacks an optimizer, but its parameters are still read from the masters.
             parameter = Parameter(leaf.path, leaf.path, leaf.dtype, leaf.path)
-            return self._from_fp32(leaf, Masters("", "no", ()), parameter, entry)
+            return self._from_fp32(leaf, ("", parameter), entry)
         exact = _is_exact_cast(before.dtype, leaf.dtype)
         if exact is None:
             raise self._refusal(leaf, f"the checkpoint has {before} at {path!r}")
@@ -385,7 +373,7 @@ class _Migration:
             return ""
         parameter = self._parameters[similar[0]][1]
         tree: Any = f"jnp.zeros({self._stored[similar[0]].shape})"
-        for name in reversed(parameter.path.replace(":", "/").lstrip("/").split("/")):
+        for name in reversed(parameter.name.split("/")):
             tree = f"{{{name!r}: {tree}}}"
         return (
             ", or read parameters by their names in the checkpoint, such as "
@@ -411,16 +399,12 @@ def _is_exact_cast(before: str, after: str) -> bool | None:
     if "key<" in before + after:
         return None
     first, second = _numpy_dtype(before), _numpy_dtype(after)
-    kinds = {_kind(first), _kind(second)}
-    if len(kinds) > 1:
+    if _kind(first) != _kind(second):
         return None
-    if kinds == {"float"}:
-        return _core.bits(first) <= _core.bits(second) and {first.name, second.name} != {
-            "bfloat16",
-            "float16",
-        }
-    # Counts: the values are checked when they are cast.
-    return True
+    if _kind(first) != "float":
+        return True  # Counts: the values are checked when they are cast.
+    old, new = jnp.finfo(first), jnp.finfo(second)
+    return old.nmant <= new.nmant and old.maxexp <= new.maxexp
 
 
 def _numpy_dtype(name: str) -> np.dtype:
@@ -428,4 +412,5 @@ def _numpy_dtype(name: str) -> np.dtype:
 
 
 def _kind(dtype: np.dtype) -> str:
-    return {"i": "integer", "u": "integer", "b": "bool", "c": "complex"}.get(dtype.kind, "float")
+    kinds = {"integer": np.integer, "bool": np.bool_, "complex": np.complexfloating}
+    return next((name for name, kind in kinds.items() if jnp.issubdtype(dtype, kind)), "float")

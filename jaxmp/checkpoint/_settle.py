@@ -35,7 +35,7 @@ def declare(description: Description, params: Declared) -> Description:
                     f"optimizer at {row.path!r}, by their paths, dtypes or values. Those at "
                     f"{_listed(row.candidates)} are."
                 )
-            row = _description.choose_parameters(row, root, description)
+            row = _description.choose_parameters(row, root)
         rows.append(row)
     if unused:
         raise CheckpointError(
@@ -63,8 +63,8 @@ def settle(source: Description, target: Description) -> tuple[Description, Descr
             continue
         common = [root for root in row.candidates if root in before[other].candidates]
         if len(common) == 1:
-            after[number] = _description.choose_parameters(row, common[0], target)
-            before[other] = _description.choose_parameters(before[other], common[0], source)
+            after[number] = _description.choose_parameters(row, common[0])
+            before[other] = _description.choose_parameters(before[other], common[0])
         elif row.layout != "no" or before[other].layout != "no":
             refuse(row if len(row.candidates) > 1 else before[other])
     for number, row in enumerate(before):
@@ -91,7 +91,7 @@ def place_parameters(
             "only='params' takes the parameters alone, as arrays or shapes. Pass them, such as "
             "state.params, or the NNX model without its optimizer."
         )
-    stored = {path for path, _ in _description.outside_of(source)}
+    stored = set(_description.outside_of(source.optimizers, source.by_path))
     trained = {root for row in source.masters for root in row.candidates}
     first = f"/{names[0]}"
     paths = [f"/{path}" for path in stored if f"/{path}".endswith(first)]
