@@ -46,11 +46,8 @@ def check_inner_gradient(policies: Policies, mark: _core.Mark) -> None:
 def _check_device(policies: Policies) -> None:
     """Warns once of policies in a 16-bit format that the device does not multiply natively."""
     if _compat.target() == "tpu":
-        lacks, other, device = (
-            _core.FLOAT16,
-            "bf16",
-            "TPUs multiply bfloat16 natively, and not float16",
-        )
+        lacks, other = _core.FLOAT16, "bf16"
+        device = "TPUs multiply bfloat16 natively, and not float16"
     elif gpu := _core.unsupported_gpu(_core.BFLOAT16_MATMULS):
         lacks, other = _core.BFLOAT16, "fp16"
         device = f"{gpu} has no bfloat16 matmuls: they require compute capability "

@@ -6,7 +6,6 @@ import dataclasses
 import functools
 import os
 from collections.abc import Callable, Iterable
-from importlib.resources.abc import Traversable
 from pathlib import Path
 from typing import TypeAlias, TypeVar, cast
 
@@ -23,7 +22,7 @@ from jaxmp._policies._resolve import Policies, checked_rules
 from jaxmp._policies._rules import Rule
 from jaxmp._policies._schema import Contents, fix_line, read_contents
 from jaxmp._policies._toml import Setting, recipe_names, shipped
-from jaxmp.errors import PolicyError, RecipeError
+from jaxmp.errors import RecipeError
 from jaxmp.fp8._scaling import Scaling
 
 # ---------------------------------------------------------------------------
@@ -184,20 +183,17 @@ def as_recipe_data(recipe: RecipeLike) -> RecipeData:
         return _load_file(os.fsdecode(recipe))
     if isinstance(recipe, PolicyMap):
         return _from_policies(recipe)
-    if not isinstance(recipe, str):
-        return _from_policies(PolicyMap(get_policy(cast(PolicyLike, recipe))))
-    name = recipe.strip().lower()
-    if name in shipped():
-        return _load_name(name)
-    if recipe.endswith(".toml"):
-        return _load_file(recipe)
-    try:
-        policy = get_policy(recipe)
-    except PolicyError:
-        if "=" in recipe or name.lstrip("u").startswith("int"):
-            raise
-        raise _unknown_name(recipe) from None
-    return _from_policies(PolicyMap(policy))
+    if isinstance(recipe, str):
+        name = recipe.strip().lower()
+        if name in shipped():
+            return _load_name(name)
+        if recipe.endswith(".toml"):
+            return _load_file(recipe)
+        # `get_policy` explains pairs and integers.
+        is_dtype = name in _core.DTYPE_NAMES or name.lstrip("u").startswith("int")
+        if "=" not in recipe and not is_dtype:
+            raise _unknown_name(recipe)
+    return _from_policies(PolicyMap(get_policy(cast(PolicyLike, recipe))))
 
 
 # Names of other frameworks -> the framework, and the recipe that does the same.
@@ -248,7 +244,7 @@ def _from_policies(policies: PolicyMap) -> RecipeData:
 # Each call of `autocast` or `audit` may name a recipe, whose file is parsed and checked.
 @functools.lru_cache(maxsize=64)
 def _load_name(name: str) -> RecipeData:
-    return _build(_read_layers(f"{name}.toml", shipped()[name]))
+    return _build(_read_layers(name))
 
 
 def _load_file(file: str) -> RecipeData:
@@ -258,7 +254,7 @@ def _load_file(file: str) -> RecipeData:
             f"{file!r} is not a recipe file: its name does not end in .toml. Rename it:\n"
             f"    load_recipe({renamed!r})"
         )
-    return _build(_read_layers(file, Path(file)))
+    return _build(_read_layers(file))
 
 
 def parse_recipe(text: str) -> RecipeData:
@@ -270,14 +266,15 @@ def parse_recipe(text: str) -> RecipeData:
     return _build(read_contents(_toml.parse("recipe.toml", text)))
 
 
-def _read_layers(file: str, path: Traversable, chain: tuple[str, ...] = ()) -> Contents:
+def _read_layers(name: str, chain: tuple[str, ...] = ()) -> Contents:
     """Reads a file, merged with the files that it extends.
 
     Args:
-      file: its name for messages.
-      path: its path.
+      name: the name of an installed recipe, or a path.
       chain: real paths of the files that extend this one.
     """
+    file = f"{name}.toml" if name in shipped() else name
+    path = shipped().get(name, Path(name))
     document = _toml.parse(file, _toml.read_text(file, path))
     chain = (*chain, os.path.realpath(str(path)))
     if chain[-1] in chain[:-1]:
@@ -305,7 +302,7 @@ def _read_layers(file: str, path: Traversable, chain: tuple[str, ...] = ()) -> C
 def _read_base(document: _toml.Document, extends: Setting, chain: tuple[str, ...]) -> Contents:
     name = extends.value
     if name in shipped():
-        return _read_layers(f"{name}.toml", shipped()[name], chain)
+        return _read_layers(name, chain)
     if not name.endswith(".toml"):
         raise RecipeError(
             f"{extends.location}: {name!r} is not an installed recipe."
@@ -313,9 +310,8 @@ def _read_base(document: _toml.Document, extends: Setting, chain: tuple[str, ...
             "a path ending in .toml, relative to this file. For example:\n"
             f"{fix_line('', 'extends')}"
         )
-    file = str(Path(document.file).parent / name)
     try:
-        return _read_layers(file, Path(file), chain)
+        return _read_layers(str(Path(document.file).parent / name), chain)
     except RecipeError as error:
         raise RecipeError(f"{extends.location}: {error}") from None
 

@@ -79,8 +79,8 @@ def _from_object(loss_scale: _loss_scale.LossScale) -> LossScaleData:
     scale = float(loss_scale.scale_value)
     if isinstance(loss_scale, _loss_scale.StaticLossScale):
         return LossScaleData(kind="static", arguments=(("value", scale),))
-    arguments = {name: getattr(loss_scale, name) for name in loss_scale.STATIC}
-    arguments = {**arguments, "init_scale": scale}
+    settings = {name: getattr(loss_scale, name) for name in loss_scale.STATIC}
+    arguments = {**settings, "init_scale": scale}
     return LossScaleData(kind="dynamic", arguments=tuple(sorted(arguments.items())))
 
 

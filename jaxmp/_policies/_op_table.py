@@ -35,6 +35,11 @@ ANY = ("low", "fp32", "widest", "follow", "opaque")
 # Categories of operations whose operands must share a dtype, which excludes "follow".
 JOINT = ("low", "fp32", "widest", "opaque")
 
+_HINDRANCES = {
+    "follow": "its operands must share a dtype.",
+    "inside": "it does not contain a program.",
+}
+
 
 @dataclasses.dataclass(frozen=True)
 class OpRule:
@@ -87,18 +92,13 @@ class OpRule:
                 f"({self.reason}). Remove it, or change another operation, such as "
                 "OpTable({'exp': 'low'})."
             )
+        unknown = f"this category does not exist.{_core.did_you_mean(category, self.allowed)}"
+        problem = _HINDRANCES.get(str(category), unknown)
         raise OpError(
-            f"{self.name!r} cannot be {category!r}: {self._hindrance(category)} Allowed: "
+            f"{self.name!r} cannot be {category!r}: {problem} Allowed: "
             f"{', '.join(map(repr, self.allowed))}; for example "
             f"OpTable({{{self.name!r}: {self.example!r}}})."
         )
-
-    def _hindrance(self, category: object) -> str:
-        if category == "follow":
-            return "its operands must share a dtype."
-        if category == "inside":
-            return "it does not contain a program."
-        return f"this category does not exist.{_core.did_you_mean(category, self.allowed)}"
 
     @property
     def example(self) -> str:
@@ -314,14 +314,13 @@ class OpTable:
 
     def __post_init__(self) -> None:
         rows = _with_added(self.added)
+        vars(self).update(added=tuple(self.added), _rows=rows)
         edits = dict(self.edits)
         for name, category in edits.items():
-            _row(rows, name).check(category)
+            self.op(name).check(category)
         kept = {name: edits[name] for name in sorted(edits) if edits[name] != rows[name].category}
-        object.__setattr__(self, "edits", tuple(kept.items()))
-        object.__setattr__(self, "added", tuple(self.added))
-        object.__setattr__(self, "_rows", rows)
-        object.__setattr__(self, "_category", {n: op.category for n, op in rows.items()} | kept)
+        category = {name: op.category for name, op in rows.items()} | kept
+        vars(self).update(edits=tuple(kept.items()), _category=category)
 
     def category(self, name: str) -> str:
         """Returns the category of a primitive; "opaque" without a row."""
@@ -333,7 +332,9 @@ class OpTable:
         Raises:
           OpError: if it is not in the table; the message lists similar names.
         """
-        return _row(self._rows, name)
+        if name not in self._rows:
+            raise unknown_op(name, self._rows)
+        return self._rows[name]
 
     def replace(self, edits: Mapping[str, str] | OpTable) -> OpTable:
         """Returns a table with further edits.
@@ -391,12 +392,6 @@ def _with_added(added: tuple[OpRule, ...]) -> Mapping[str, OpRule]:
             )
         rows[op.name] = op
     return rows
-
-
-def _row(rows: Mapping[str, OpRule], name: str) -> OpRule:
-    if name not in rows:
-        raise unknown_op(name, rows)
-    return rows[name]
 
 
 def unknown_op(name: object, rows: Iterable[str]) -> OpError:

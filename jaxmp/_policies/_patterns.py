@@ -57,10 +57,16 @@ def compile_pattern(pattern: str) -> re.Pattern[str]:
     for segment in segments:
         if "**" in segment and segment != "**":
             raise _pattern_error(pattern, f"has '**' inside the segment {segment!r}")
-    return re.compile(_module_regex(segments) + (f":{glob_regex(parameter)}" if colon else ""))
+    regex = "".join(
+        _DEEP if segment == "**" else glob_regex(segment) + _END for segment in segments
+    )
+    return re.compile(regex + (f":{glob_regex(parameter)}" if colon else ""))
 
 
 _SEGMENT_WILDCARDS = {"*": "[^/:]*", "?": "[^/:]", "#": r"(\d+)"}
+# End of a segment, and `**`: any number of segments.
+_END = r"(?:/|(?=:)|\Z)"
+_DEEP = f"(?:[^/:]+{_END})*"
 
 
 def glob_regex(segment: str) -> str:
@@ -68,26 +74,6 @@ def glob_regex(segment: str) -> str:
     if segment == "*":
         return "[^/:]+"  # names are not empty
     return "".join(_SEGMENT_WILDCARDS.get(char, re.escape(char)) for char in segment)
-
-
-def _module_regex(segments: list[str]) -> str:
-    """Returns the regular expression of path segments; `**` matches zero or more segments."""
-    if all(segment == "**" for segment in segments):
-        return "[^:]*" if segments else ""
-    # `pending`: the next segment requires a separator.
-    regex, pending = "", False
-    for index, segment in enumerate(segments):
-        last = index == len(segments) - 1
-        if segment != "**":
-            regex += ("/" if pending else "") + glob_regex(segment)
-            pending = True
-        elif last:
-            regex += "(?:/[^:]+)?"
-        elif pending:
-            regex += "(?:/[^:/]+)*"
-        elif not regex:
-            regex += "(?:[^:/]+/)*"
-    return regex
 
 
 def _compile_regex(pattern: str) -> re.Pattern[str]:
@@ -190,18 +176,17 @@ def methods_of(cls: type) -> dict[str, Arguments]:
 
 def _arguments(method: Callable[..., Any], is_flax: bool) -> Arguments | None:
     try:
-        parameters = list(inspect.signature(method).parameters.values())
-    except (TypeError, ValueError):
+        own, *others = inspect.signature(method).parameters.values()
+    except (TypeError, ValueError):  # no signature, or no `self`
         return None
-    kinds = [parameter.kind for parameter in parameters]
-    named = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    if not parameters or kinds[0] not in named:
+    named = (own.POSITIONAL_ONLY, own.POSITIONAL_OR_KEYWORD)
+    if own.kind not in named:
         return None
     return Arguments(
-        tuple(p.name for p in parameters[1:] if p.kind in named),
-        tuple(p.name for p in parameters if p.kind == inspect.Parameter.KEYWORD_ONLY),
+        tuple(p.name for p in others if p.kind in named),
+        tuple(p.name for p in others if p.kind == own.KEYWORD_ONLY),
         # `**kwargs` of Flax's layers are options, not inputs.
-        inspect.Parameter.VAR_KEYWORD in kinds and not is_flax,
+        not is_flax and any(p.kind == own.VAR_KEYWORD for p in others),
     )
 
 

@@ -29,18 +29,6 @@ _CHOICES = {
     "mask": ("mask", MASKS, "p=f32,c=bf16,mask=causal"),
 }
 
-# Key of a policy string, dict or TOML table -> field.
-FIELD_KEYS = {
-    **dict.fromkeys(("p", "param", "params", "param_dtype"), "param_dtype"),
-    **dict.fromkeys(("c", "compute", "compute_dtype"), "compute_dtype"),
-    **dict.fromkeys(("o", "out", "output", "output_dtype"), "output_dtype"),
-    "matmul": "matmul",
-    **{name: name for name in ATTENTION_FIELDS},
-    "keep_inputs": "keep_inputs",
-    "forward_methods": "forward_methods",
-    "fp32_outputs_below": "fp32_outputs_below",
-}
-
 # ---------------------------------------------------------------------------
 # Canonical form
 # ---------------------------------------------------------------------------
@@ -323,8 +311,7 @@ class Policy:
         arguments = locals()
         fields = canonical_fields({name: arguments[name] for name in FIELD_NAMES}, within="")
         fields["window"] = mask_window(fields["mask"], fields["window"])
-        for name, value in fields.items():
-            object.__setattr__(self, name, value)
+        vars(self).update(fields)
 
     def cast_to_param(self, tree: T) -> T:
         """Casts the floating arrays of `tree` to `param_dtype`; other leaves are unchanged."""
@@ -354,6 +341,13 @@ class Policy:
 
 
 FIELD_NAMES = tuple(field.name for field in dataclasses.fields(Policy))
+# Key of a policy string, dict or TOML table -> field.
+FIELD_KEYS = {
+    **{name: name for name in FIELD_NAMES},
+    **dict.fromkeys(("p", "param", "params"), "param_dtype"),
+    **dict.fromkeys(("c", "compute"), "compute_dtype"),
+    **dict.fromkeys(("o", "out", "output"), "output_dtype"),
+}
 # Its settings besides the dtypes are those that the text of a policy leaves out.
 _PLAIN = Policy("float32", "float32", "float32")
 
@@ -406,8 +400,8 @@ def get_policy(policy: PolicyLike) -> Policy:
     if isinstance(policy, Policy):
         return policy
     if isinstance(policy, str):
-        return _parse_policy(policy)
-    if isinstance(policy, Mapping):
+        _check_name(policy)
+    if isinstance(policy, Mapping) or (isinstance(policy, str) and "=" in policy):
         return complete_policy(read_fields(policy))
     if is_policy(policy):
         return Policy(policy.param_dtype, policy.compute_dtype, policy.output_dtype)
@@ -422,33 +416,23 @@ def is_policy(value: object) -> TypeGuard[PolicyDtypes]:
     )
 
 
-def _parse_policy(text: str) -> Policy:
+def _check_name(text: str) -> None:
+    """Refuses the names of recipes, and unknown names."""
     name = text.strip().lower()
+    dtype = _core.DTYPE_NAMES.get(name)
     if name in shipped():
-        is_dtype = name in _core.DTYPE_NAMES
-        dtype = (
-            f", or {_core.canonical_dtype(name).name!r} for all three dtypes" if is_dtype else ""
-        )
+        for_all = "" if dtype is None else f", or {dtype.name!r} for all three dtypes"
         raise PolicyError(
             f"{text!r} is the name of a recipe, which contains more than one policy. Use "
             f"jaxmp.load_recipe({name!r}), or its default policy: "
-            f"jaxmp.load_recipe({name!r}).policies.default{dtype}."
+            f"jaxmp.load_recipe({name!r}).policies.default{for_all}."
         )
-    if name in _core.DTYPE_NAMES:
-        dtype = _core.canonical_dtype(name)
-        return Policy(dtype, dtype, dtype)
-    if "=" not in text:
-        raise _unknown_name_error(text, name)
-    return complete_policy(read_fields(text))
-
-
-def _unknown_name_error(text: str, name: str) -> PolicyError:
-    if name.removeprefix("u").startswith("int"):
-        _core.canonical_dtype(text)  # raises
-    return PolicyError(
-        f"Unknown policy {text!r}.{_core.did_you_mean(name, _core.DTYPE_NAMES)} Use the name of a "
-        "dtype, such as 'bfloat16', or pairs such as 'p=f32,c=bf16,o=f32'."
-    )
+    # `canonical_dtype` refuses integers.
+    if dtype is None and "=" not in text and not name.removeprefix("u").startswith("int"):
+        raise PolicyError(
+            f"Unknown policy {text!r}.{_core.did_you_mean(name, _core.DTYPE_NAMES)} Use the name "
+            "of a dtype, such as 'bfloat16', or pairs such as 'p=f32,c=bf16,o=f32'."
+        )
 
 
 def complete_policy(fields: Mapping[str, Any]) -> Policy:

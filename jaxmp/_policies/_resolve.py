@@ -65,7 +65,7 @@ class Policies:
                 "recipe also accepts a name: recipe.replace(fp8='current')."
             )
         rules = checked_rules(rules)
-        policies = tuple(_policy_of_rule(default, rule) for rule in rules)
+        policies = tuple(override(default, rule) for rule in rules)
         vars(self).update(default=default, rules=rules, fp8=fp8, others=())
         vars(self).update(_policies=policies, _hash=hash((default, rules, fp8)))
         vars(self).update(_resolved=weakref.WeakKeyDictionary())
@@ -128,13 +128,6 @@ def checked_rules(rules: Iterable[Rule] | Rule) -> tuple[Rule, ...]:
                 f"{rule!r} is not a Rule; for example PolicyMap('bf16', [Rule('head', 'c=f32')])."
             )
     return rules
-
-
-def _policy_of_rule(default: Policy, rule: Rule) -> Policy:
-    try:
-        return override(default, rule)
-    except PolicyError as error:
-        raise RuleError(f"{rule!r}: {error}") from None
 
 
 def typed_paths(

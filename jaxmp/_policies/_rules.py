@@ -16,7 +16,7 @@ from jaxmp._policies import _patterns, _policy
 from jaxmp._policies._patterns import ModuleType, Names
 from jaxmp._policies._policy import FIELD_NAMES, Policy, PolicyLike
 from jaxmp._policies._toml import shipped
-from jaxmp.errors import RuleError
+from jaxmp.errors import PolicyError, RuleError
 
 # Arguments that select layers of a numbered stack.
 POSITION = ("first", "last", "layers")
@@ -113,20 +113,18 @@ class Rule:
             _check_type(name, value)
             object.__setattr__(self, name, value)
         code = f"Rule({_selector_code(self)})"
-        values = {name: arguments[name] for name in FIELD_NAMES}
-        named = {name: value for name, value in values.items() if value is not None}
+        named = {k: arguments[k] for k in FIELD_NAMES if arguments[k] is not None}
         keywords = _policy.canonical_fields(named, within=code)
         fields = {**_policy_fields(policy, code), **keywords}
-        for name in FIELD_NAMES:
-            object.__setattr__(self, name, fields.get(name))
+        vars(self).update({name: fields.get(name) for name in FIELD_NAMES})
         _check_selector(self)
         _check_fields(self)
 
     @functools.cached_property
     def fields(self) -> dict[str, Any]:
         """Policy fields that the rule overrides, by name."""
-        values = {name: getattr(self, name) for name in FIELD_NAMES}
-        return {name: value for name, value in values.items() if value is not None}
+        values = vars(self)
+        return {name: values[name] for name in FIELD_NAMES if values[name] is not None}
 
     @functools.cached_property
     def addresses_parameter(self) -> bool:
@@ -201,14 +199,17 @@ def override(default: Policy, rule: Rule) -> Policy:
     otherwise its matmuls would have 3 bits of mantissa.
 
     Raises:
-      PolicyError: if the rule has a window, and neither it nor the default declares a mask.
+      RuleError: if the rule has a window, and neither it nor the default declares a mask.
     """
     fields = dict(rule.fields)
     if rule.mask is not None and rule.window is None:
         fields["window"] = None  # the default's window belongs to another mask
     if rule.output_dtype is not None:
         fields.setdefault("fp32_outputs_below", 0)
-    policy = dataclasses.replace(default, **fields)
+    try:
+        policy = dataclasses.replace(default, **fields)
+    except PolicyError as error:
+        raise RuleError(f"{rule!r}: {error}") from None
     is_wide = rule.compute_dtype is not None and _core.bits(policy.compute_dtype) > 16
     if is_wide and rule.matmul is None and policy.matmul == "fp8":
         return dataclasses.replace(policy, matmul="default")

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar
 
+from jaxmp._policies import _toml
 from jaxmp._policies._phases import Phase
 from jaxmp._policies._resolve import Policies, matmul_scaling
 from jaxmp._policies._toml import BOOLEAN, COUNT, Document, Field, Setting, choice, literal, quoted
@@ -29,12 +30,8 @@ FIELDS = {
     "fast_accumulation": Field(
         'a list of matmuls among "fprop", "dgrad" and "wgrad"', '["fprop"]', (list,)
     ),
-    "min_width": Field(
-        '"auto" or a nonnegative integer',
-        "2048",
-        (int,),
-        names={"auto": "auto"},
-        bounds=(0, 2**31 - 1),
+    "min_width": _toml.NATURAL._replace(
+        allowed='"auto" or a nonnegative integer', example="2048", names={"auto": "auto"}
     ),
     "tokens": COUNT._replace(example="8192"),
     "emulate": BOOLEAN,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from jaxmp import _core
@@ -11,7 +11,7 @@ from jaxmp._gradients._dynamic_loss_scale import PRESETS
 from jaxmp._policies import _phases, _policy, _scaling_table, _toml
 from jaxmp._policies._op_table import DEFAULT_OPS, OpRule, unknown_op
 from jaxmp._policies._phases import Phase
-from jaxmp._policies._rules import POSITION, Rule
+from jaxmp._policies._rules import Rule
 from jaxmp._policies._toml import BOOLEAN, COUNT, DTYPE, NUMBER, POSITIVE, Field, Setting, choice
 from jaxmp.errors import RecipeError, RuleError
 
@@ -23,15 +23,13 @@ MOMENT_DTYPES = ("float32", "bfloat16")
 # ---------------------------------------------------------------------------
 
 
-def _name(text: str) -> str:
-    if not text.strip():
-        raise RecipeError(f"{_toml.describe(text)} is not allowed. Allowed: a name of one line.")
-    return text
-
-
 def _canonical(name: str) -> Callable[[Any], Any]:
     """Returns the conversion of a value of this field of a policy."""
     return lambda value: _policy.canonical_fields({name: value}, within="")[name]
+
+
+def _names(name: str, items: str, example: str) -> Field:
+    return Field(f"a list of {items} names", example, (list,), convert=_canonical(name))
 
 
 def _category(op: OpRule) -> Field:
@@ -45,8 +43,12 @@ def _category(op: OpRule) -> Field:
 
 # Keys at the top of a file.
 TOP = {
-    "name": Field("a name of one line", '"my_recipe"', is_line=True, convert=_name),
-    "summary": Field("a string of one line", '"BF16 with an FP32 head"', is_line=True),
+    "name": Field(
+        "a name of one line",
+        '"my_recipe"',
+        check=lambda name: name.isprintable() and bool(name.strip()),
+    ),
+    "summary": Field("a string of one line", '"BF16 with an FP32 head"', check=str.isprintable),
     "extends": Field("the name of a recipe, or the path of a file", '"bf16"'),
 }
 
@@ -55,21 +57,9 @@ _POLICY = {
     "compute_dtype": DTYPE._replace(example='"bfloat16"'),
     "output_dtype": DTYPE,
     "matmul": choice(*_policy.MATMUL_PRECISIONS),
-    "keep_inputs": Field(
-        "a list of argument names",
-        '["t", "positions"]',
-        (list,),
-        convert=_canonical("keep_inputs"),
-    ),
-    "forward_methods": Field(
-        "a list of method names",
-        '["encode", "decode"]',
-        (list,),
-        convert=_canonical("forward_methods"),
-    ),
-    "fp32_outputs_below": COUNT._replace(
-        allowed="a nonnegative integer", example="16", bounds=(0, 2**31 - 1)
-    ),
+    "keep_inputs": _names("keep_inputs", "argument", '["t", "positions"]'),
+    "forward_methods": _names("forward_methods", "method", '["encode", "decode"]'),
+    "fp32_outputs_below": _toml.NATURAL._replace(example="16"),
 }
 
 _ATTENTION = {
@@ -132,10 +122,9 @@ RULE = {
     "module_type": Field("a string", '"LayerNorm"'),
     "required": BOOLEAN._replace(example="false"),
     "why": Field("a string", '"the loss reads FP32 logits"'),
-    **{
-        key: POSITIVE._replace(example=number)
-        for key, number in zip(POSITION, ("1", "2", "24"), strict=True)
-    },
+    "first": POSITIVE._replace(example="1"),
+    "last": POSITIVE._replace(example="2"),
+    "layers": POSITIVE._replace(example="24"),
     **_POLICY,
     **_ATTENTION,
 }
@@ -151,6 +140,11 @@ PHASE = {
 # Former keys of policies, which are false in the manifests of old checkpoints.
 _FORMER = ("respect_explicit", "cast_float64")
 
+# Table -> its keys, except those of tables in it. The table at the top of a file is "".
+FIELDS = {"": TOP, **TABLES, "rules": RULE, "phases": PHASE}
+# Table -> the tables in it.
+_INSIDE = {"": tuple(FIELDS)[1:], "phases": ("rules",)}
+
 _PHASE_EXAMPLE = '    [[phases]]\n    from_step = 9000\n    matmul = "default"'
 _RULE_EXAMPLE = '    [[rules]]\n    path = "**/lm_head"\n    output_dtype = "float32"'
 
@@ -163,8 +157,7 @@ def fix_line(table: str, key: str, value: str = "") -> str:
       key: key of the table.
       value: the value as TOML text.
     """
-    fields = {"": TOP, "rules": RULE, "phases": PHASE, **TABLES}[table]
-    return f"    {key} = {value or fields[key].example}"
+    return f"    {key} = {value or FIELDS[table][key].example}"
 
 
 def _table_example(table: str) -> str:
@@ -198,129 +191,116 @@ def read_contents(document: _toml.Document) -> Contents:
     Raises:
       RecipeError: with file, line, column, key, the allowed values and a corrected TOML line.
     """
+    top = Setting(document.table, document)
     settings: Settings = {name: {} for name in ("", *TABLES)}
-    top: dict[str, Any] = {}
-    for name, value in document.table.items():
-        if name in TABLES:
-            if not isinstance(value, dict):
-                raise RecipeError(
-                    f"{document.locate(name)}: {_toml.describe(value)} is not a table. Write:\n"
-                    + _table_example(name)
-                )
-            settings[name] = _read_table(document, (name,), TABLES[name], value)
-        elif name not in ("rules", "phases"):
-            top[name] = value
-    settings[""] = _read_table(document, (), TOP, top)
-    rules = _read_rules(document, ("rules",), document.table) if "rules" in document.table else ()
-    phases = _read_phases(document) if "phases" in document.table else ()
+    for name in filter(TABLES.__contains__, document.table):
+        table = top.below(name)
+        if not isinstance(table.value, dict):
+            raise RecipeError(
+                f"{table.location}: {_toml.describe(table.value)} is not a table. Write:\n"
+                + _table_example(name)
+            )
+        settings[name] = _read_table(table)
+    settings[""] = _read_table(top)
+    rules = _read_rules(top) if "rules" in document.table else ()
+    phases = _read_phases(top) if "phases" in document.table else ()
     return Contents(document, settings, rules, phases)
 
 
-def _list_of_tables(
-    document: _toml.Document, key: _toml.Key, table: Mapping[str, Any]
-) -> list[dict[str, Any]]:
-    name = str(key[-1])
-    tables = table.get(name, [])
-    if not isinstance(tables, list) or not all(isinstance(each, dict) for each in tables):
-        example = _table_example(name)
+def _list_of_tables(above: Setting, name: str) -> list[Setting]:
+    if name not in above.value:
+        return []
+    tables = above.below(name)
+    is_list = isinstance(tables.value, list)
+    if not is_list or not all(isinstance(each, dict) for each in tables.value):
         raise RecipeError(
-            f"{document.locate(*key)}: {_toml.describe(tables)} is not a list of tables. Start "
-            f"each of them with a header:\n{example}"
+            f"{tables.location}: {_toml.describe(tables.value)} is not a list of tables. Start "
+            f"each of them with a header:\n{_table_example(name)}"
         )
-    return tables
+    return [tables.below(number) for number in range(len(tables.value))]
 
 
-def _read_rules(
-    document: _toml.Document, key: _toml.Key, table: Mapping[str, Any]
-) -> tuple[Rule, ...]:
-    tables = _list_of_tables(document, key, table)
-    return tuple(_read_rule(document, (*key, n), values) for n, values in enumerate(tables))
+def _read_rules(above: Setting) -> tuple[Rule, ...]:
+    return tuple(map(_read_rule, _list_of_tables(above, "rules")))
 
 
-def _read_phases(document: _toml.Document) -> tuple[Phase, ...]:
-    tables = enumerate(_list_of_tables(document, ("phases",), document.table))
-    phases = tuple(_read_phase(document, ("phases", n), dict(values)) for n, values in tables)
-    for number, (before, after) in enumerate(itertools.pairwise(p.from_step for p in phases), 1):
-        if after <= before:
+def _read_phases(top: Setting) -> tuple[Phase, ...]:
+    tables = _list_of_tables(top, "phases")
+    phases = tuple(map(_read_phase, tables))
+    for table, (before, after) in zip(tables[1:], itertools.pairwise(phases), strict=True):
+        if after.from_step <= before.from_step:
             raise RecipeError(
-                f"{document.locate('phases', number, 'from_step')}: from_step = {after} follows "
-                f"from_step = {before}. Sort the phases: each one begins after the one before it, "
-                f"such as\n    from_step = {before + 1}"
+                f"{table.below('from_step').location}: from_step = {after.from_step} follows "
+                f"from_step = {before.from_step}. Sort the phases: each one begins after the one "
+                f"before it, such as\n    from_step = {before.from_step + 1}"
             )
     return phases
 
 
-def _read_phase(document: _toml.Document, key: _toml.Key, values: dict[str, Any]) -> Phase:
-    rules = _read_rules(document, (*key, "rules"), values)
-    values.pop("rules", None)
-    settings = _read_table(document, key, PHASE, values)
+def _read_phase(table: Setting) -> Phase:
+    rules = _read_rules(table)
+    settings = _read_table(table)
     try:
         return _phases.read_phase({k: setting.value for k, setting in settings.items()}, rules)
     except RecipeError as error:
-        raise RecipeError(f"{document.locate(*key)}: {error}") from None
+        raise RecipeError(f"{table.location}: {error}") from None
 
 
-def _read_table(
-    document: _toml.Document, table: _toml.Key, fields: Mapping[str, Field], values: dict[str, Any]
-) -> dict[str, Setting]:
-    """Returns key -> setting of one table, whose location in the file is `table`."""
-    kind = next((str(part) for part in reversed(table) if isinstance(part, str)), "")
+def _read_table(table: Setting) -> dict[str, Setting]:
+    """Returns key -> setting of one table, without the tables in it."""
+    kind = next((part for part in reversed(table.key) if isinstance(part, str)), "")
     settings: dict[str, Setting] = {}
-    for key, value in values.items():
+    inside = _INSIDE.get(kind, ())
+    for key in [key for key in table.value if key not in inside]:
         # In policies and rules, `c` is short for `compute_dtype`.
         name = _policy.FIELD_KEYS.get(key, key) if kind in ("policy", "rules", "phases") else key
-        if kind in ("policy", "rules") and name in _FORMER and value is False:
+        setting = table.below(key)
+        if kind in ("policy", "rules") and name in _FORMER and setting.value is False:
             continue
-        if name not in fields:
-            raise _unknown_key(document, (*table, key), kind)
+        if name not in FIELDS[kind]:
+            raise _unknown_key(setting, kind)
         if name in settings:
             raise RecipeError(
-                f"{document.locate(*table, key)}: {name} is set twice, by its full name and by a "
+                f"{setting.location}: {name} is set twice, by its full name and by a "
                 "short form. Delete one of the two."
             )
         try:
-            read = fields[name].read(value)
+            settings[name] = setting._replace(value=FIELDS[kind][name].read(setting.value))
         except ValueError as error:
             message = str(error).removesuffix(".")
             raise RecipeError(
-                f"{document.locate(*table, key)}: {message}. Write, for example:\n"
-                + fix_line(kind, name)
+                f"{setting.location}: {message}. Write, for example:\n{fix_line(kind, name)}"
             ) from None
-        settings[name] = Setting(read, document, (*table, key))
     return settings
 
 
-def _read_rule(document: _toml.Document, key: _toml.Key, values: dict[str, Any]) -> Rule:
-    fields = _read_table(document, key, RULE, values)
+def _read_rule(table: Setting) -> Rule:
+    fields = _read_table(table)
     try:
         return Rule(**{name: setting.value for name, setting in fields.items()})
     except RuleError as error:
-        path = ("path",) if str(error).startswith("Pattern ") else ()
-        location = document.locate(*key, *path)
-        raise RecipeError(f"{location}: {error} In TOML:\n{_RULE_EXAMPLE}") from None
+        located = table.below("path") if str(error).startswith("Pattern ") else table
+        raise RecipeError(f"{located.location}: {error} In TOML:\n{_RULE_EXAMPLE}") from None
 
 
-def _unknown_key(document: _toml.Document, key: _toml.Key, table: str) -> RecipeError:
+def _unknown_key(setting: Setting, table: str) -> RecipeError:
     """Returns the error for a key that its table does not have."""
-    name, location = str(key[-1]), document.locate(*key)
+    name, location = str(setting.key[-1]), setting.location
     if table == "ops":
         error = unknown_op(name, DEFAULT_OPS)
         return RecipeError(f"{location}: {error} In TOML:\n{fix_line('ops', 'exp')}")
     home = next((other for other, fields in TABLES.items() if name in fields), "")
     if home and not table:
-        value = document.table[name]
-        text = "" if isinstance(value, dict) else _toml.describe(value)
+        text = "" if isinstance(setting.value, dict) else _toml.describe(setting.value)
         return RecipeError(
             f"{location}: {name!r} is a key of [{home}]. Move it there:\n    [{home}]\n"
             + fix_line(home, name, text)
         )
-    top = (*TOP, *TABLES, "rules", "phases")
-    phase = (*PHASE, "rules")
-    allowed = {"": top, "rules": RULE, "phases": phase, **TABLES}[table]
+    inside = _INSIDE.get(table, ())
+    allowed = (*FIELDS[table], *inside)
     hint = _core.did_you_mean(name, allowed)
     nearest = hint.split("'")[1] if hint else next(iter(allowed))
-    is_table = not table and nearest not in TOP
-    fix = _table_example(nearest) if is_table else fix_line(table, nearest)
+    fix = _table_example(nearest) if nearest in inside else fix_line(table, nearest)
     return RecipeError(
         f"{location}: unknown key {name!r}.{hint} Allowed: {', '.join(allowed)}. Write, for "
         f"example:\n{fix}"

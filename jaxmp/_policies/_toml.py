@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import functools
 import json
-import math
 import re
 import tomllib
 from collections.abc import Callable, Iterator, Mapping
@@ -218,10 +217,8 @@ class Field(NamedTuple):
     types: tuple[type, ...] = (str,)
     # Allowed strings -> settings; they need not be of the types above.
     names: Mapping[str, Any] = {}
-    # Inclusive bounds of a number; NaN is outside.
-    bounds: tuple[float, float] = (-math.inf, math.inf)
-    # True for strings without line breaks and control characters.
-    is_line: bool = False
+    # Returns True if a value of these types is allowed.
+    check: Callable[[Any], bool] = lambda _: True
     # Converts the TOML value. A ValueError, such as a JaxmpError, means that it is not allowed.
     convert: Callable[[Any], Any] | None = None
 
@@ -233,13 +230,14 @@ class Field(NamedTuple):
         """
         if isinstance(value, str) and value in self.names:
             return self.names[value]
-        low, high = self.bounds
-        is_outside = isinstance(value, (int, float)) and not low <= value <= high
-        is_long = self.is_line and isinstance(value, str) and not value.isprintable()
-        if type(value) not in self.types or is_outside or is_long:
+        if type(value) not in self.types or not self.check(value):
             hint = _core.did_you_mean(value, self.names)
             raise RecipeError(f"{describe(value)} is not allowed.{hint} Allowed: {self.allowed}.")
         return value if self.convert is None else self.convert(value)
+
+
+def _between(low: float, high: float) -> Callable[[float], bool]:
+    return lambda value: low <= value <= high
 
 
 def choice(*options: str, example: str = "") -> Field:
@@ -264,20 +262,25 @@ NUMBER = Field(
     "a number that FP32 can represent",
     "65536.0",
     (int, float),
-    bounds=(-_FP32_MAX, _FP32_MAX),
+    check=_between(-_FP32_MAX, _FP32_MAX),
     convert=float,
 )
-COUNT = Field("an integer", "2000", (int,), bounds=(-(2**31), 2**31 - 1))
-POSITIVE = COUNT._replace(allowed="a positive integer", bounds=(1, 2**31 - 1))
+COUNT = Field("an integer", "2000", (int,), check=_between(-(2**31), 2**31 - 1))
+NATURAL = COUNT._replace(allowed="a nonnegative integer", check=_between(0, 2**31 - 1))
+POSITIVE = COUNT._replace(allowed="a positive integer", check=_between(1, 2**31 - 1))
 DTYPE = Field("the name of a dtype of at least 16 bits", '"float32"', convert=_dtype_name)
 
 
 class Setting(NamedTuple):
-    """Value of a key after its conversion, and the location of the key."""
+    """Value of a key, as TOML or after its conversion, and the location of the key."""
 
     value: Any
     document: Document
-    key: Key
+    key: Key = ()
+
+    def below(self, key: str | int) -> Setting:
+        """Returns an entry of a table or of a list."""
+        return Setting(self.value[key], self.document, (*self.key, key))
 
     @property
     def location(self) -> str:
