@@ -767,7 +767,7 @@ test_rules.py::test_a_rule_for_fp32_is_no_rule_for_fp8
 """,
     "jaxmp/_policies/_schema.py": r"""
 an unknown key of a TOML file is accepted
--             raise _unknown_key(document, (*table, key), kind)
+-             raise _unknown_key(setting, kind)
 +             continue
 test_recipes.py::test_a_refusal_names_the_location_and_shows_a_fix_that_loads
 """,
@@ -1866,8 +1866,8 @@ after a rollback the highest steps are kept
 test_checkpoint.py::test_the_steps_that_were_saved_last_are_kept
 
 directories that jaxmp did not write are deleted
-- return path.exists() and not has_manifest(path / ITEM)
-+ return False
+- [n for n, path in paths.items() if not path.exists() or has_manifest(path / ITEM)]
++ list(paths)
 test_checkpoint.py::test_directories_that_jaxmp_did_not_write_are_kept
 
 a save is not finished when the program ends
@@ -1893,7 +1893,7 @@ quantized kernels are not saved
 test_fp8_checkpoint.py::test_kernels_are_quantized_once_if_they_are_saved
 
 the backward pass measures the operands of the forward pass again
-- if primitive.name == "name" and name in saved:
+- if name in saved:
 + if False:
 test_fp8_checkpoint.py::test_amaxes_are_saved
 """,

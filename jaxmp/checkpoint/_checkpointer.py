@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import os
 from collections.abc import Mapping
@@ -177,8 +176,7 @@ class Checkpointer:
             )
         flat = flatten_state(state, by_values=True)
         check_made_with(flat.description, recipe, "The state")
-        if params is not None:
-            flat = dataclasses.replace(flat, description=declare(flat.description, params))
+        description = declare(flat.description, params)
         step = _manifest.as_step(step)
         metrics, extra = _manifest.as_metrics(metrics), _manifest.as_json(extra)
         writer = self._open_for_writing(step)
@@ -187,19 +185,19 @@ class Checkpointer:
                 f"Step {step} exists in {self._directory}. Checkpoints are never overwritten; save "
                 f"under another step, or delete it: shutil.rmtree({str(self._path(step))!r})."
             )
-        leaves = flat.description.leaves
+        leaves = description.leaves
         values = {leaf.path: value for leaf, value in zip(leaves, flat.values, strict=True)}
-        trained = [p for row in flat.description.masters for p in row.parameters]
+        trained = [p for row in description.masters for p in row.parameters]
         warn_of_replaced(
             (p.path, values[p.leaf], values[p.master]) for p in trained if p.leaf and p.master
         )
         stored = {leaf: _handler.to_stored(leaf, values[leaf.path]) for leaf in leaves}
-        tested = finite_leaves(flat.description)
+        tested = finite_leaves(description)
         tests = {x.path: _handler.start_test(v) for x, v in stored.items() if x.path in tested}
         manifest = Manifest(
             step=step,
             recipe_toml=recipe.to_toml(),
-            description=flat.description,
+            description=description,
             metrics=metrics,
             extra=extra,
         )
@@ -429,7 +427,7 @@ class Checkpointer:
             stored = _foreign.read(location, target)[0]
             plan = plan_parameters(stored.description, target, params)
         else:
-            target = target if params is None else declare(target, params)
+            target = declare(target, params)
             stored, plan = _plan_foreign(location, target, initial_scale(wanted))
             layout = f"the given state (master layout: {target.layout})"
             _announce(f"{stored.origin}, without checksums; migration to {layout}:", plan, migrate)

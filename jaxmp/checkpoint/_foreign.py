@@ -201,8 +201,7 @@ def _with_our_scale(values: dict[str, np.ndarray], target: Description) -> dict[
 
 def _infer(values: dict[str, np.ndarray], target: Description) -> Description:
     """Describes leaves by the paths that the optimizers of `target` would give them."""
-    masters = [_infer_masters(row, values) for row in target.masters]
-    masters = [row for row in masters if row is not None]
+    masters = tuple(filter(None, (_infer_masters(row, values) for row in target.masters)))
     roles = {path: role for row in masters for path, role in row.roles.items()}
     scales = tuple(
         Scale(scale.path, FOREIGN)
@@ -223,7 +222,7 @@ def _infer(values: dict[str, np.ndarray], target: Description) -> Description:
         for path, value in values.items()
     )
     optimizers = target.optimizers if masters else ()
-    return Description(leaves, tuple(masters), scales, optimizers)
+    return Description(leaves, masters, scales, optimizers)
 
 
 def _holds_key(value: np.ndarray, key: Leaf) -> bool:
@@ -233,17 +232,14 @@ def _holds_key(value: np.ndarray, key: Leaf) -> bool:
 
 
 def _infer_masters(row: Masters, values: dict[str, np.ndarray]) -> Masters | None:
-    below = [path for path in values if is_below(path, f"{row.path}/inner_state".lstrip("/"))]
-    if not below:
+    has = lambda name: any(is_below(path, f"{row.path}/{name}".lstrip("/")) for path in values)
+    if not has("inner_state"):
         return None
-    for layout in ("fp32", "packed", "no"):
-        root = f"{row.path}/{layout}_masters".lstrip("/")
-        masters = {p.path: f"{root}/{p.inside}" for p in row.parameters}
-        if layout == "no" or any(path in values for path in masters.values()):
-            stored = lambda path: path if path in values else ""
-            parameters = (
-                dataclasses.replace(p, leaf=stored(p.leaf), master=stored(masters[p.path]))
-                for p in row.parameters
-            )
-            return Masters(row.path, layout, tuple(parameters))
-    return None
+    layout = next(filter(lambda layout: has(f"{layout}_masters"), ("fp32", "packed")), "no")
+    root = f"{row.path}/{layout}_masters".lstrip("/")
+    stored = lambda path: path if path in values else ""
+    parameters = (
+        dataclasses.replace(p, leaf=stored(p.leaf), master=stored(f"{root}/{p.inside}"))
+        for p in row.parameters
+    )
+    return Masters(row.path, layout, tuple(parameters))

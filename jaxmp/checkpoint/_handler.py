@@ -257,9 +257,8 @@ def make_leaves(plan: Plan, stored: Description, flat: FlatState, read: Reader) 
 def _check_width(leaf: Leaf, value: object) -> None:
     """Refuses 64 bits where JAX would silently convert them to 32."""
     is_array = not leaf.is_key and leaf.dtype not in PYTHON_NUMBERS
-    if not is_array or isinstance(value, (np.ndarray, np.generic)):
-        return
-    if jax.dtypes.canonicalize_dtype(leaf.dtype) != leaf.dtype:
+    is_of_jax = is_array and not isinstance(value, (np.ndarray, np.generic))
+    if is_of_jax and jax.dtypes.canonicalize_dtype(leaf.dtype) != leaf.dtype:
         raise CheckpointError(
             f"Leaf {leaf.path!r} of the state is {leaf.dtype}, which JAX would convert to 32 bits. "
             "Turn on its 64-bit mode, jax.config.update('jax_enable_x64', True), or pass an array "

@@ -26,20 +26,16 @@ _FILE_THREADS = 8
 _READ_BYTES = 2**22
 
 
-@dataclasses.dataclass(frozen=True)
-class Manifest:
-    """Contents of a checkpoint, without the values of its leaves."""
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Contents:
+    """Fields of a manifest, and of its public description."""
 
     step: int
     recipe_toml: str
-    description: Description
-    metrics: dict[str, float]
+    metrics: Mapping[str, float]
     extra: Any
-    # Name of a data file -> its size in bytes and its CRC-32.
-    files: dict[str, tuple[int, str]] = dataclasses.field(default_factory=dict)
     jaxmp_version: str = __version__
     jax_version: str = jax.__version__
-    # Paths of parameters, masters, averages and moments with NaN or infinity.
     nonfinite: tuple[str, ...] = ()
 
     @property
@@ -49,7 +45,21 @@ class Manifest:
         Raises:
           CheckpointError: if this version of jaxmp cannot read it.
         """
-        return _parse_recipe(self.recipe_toml)
+        try:
+            return _recipe.load_recipe(_load.parse_recipe(self.recipe_toml))
+        except JaxmpError as error:
+            raise CheckpointError(
+                f"This version of jaxmp cannot read the recipe in the manifest: {error}"
+            ) from error
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Manifest(_Contents):
+    """Contents of a checkpoint, without the values of its leaves."""
+
+    description: Description
+    # Name of a data file -> its size in bytes and its CRC-32.
+    files: dict[str, tuple[int, str]] = dataclasses.field(default_factory=dict)
 
     def is_of(self, recipe: _recipe.Recipe | None) -> bool:
         """Returns True if a recipe has the settings of the manifest's one, and for None."""
@@ -65,20 +75,6 @@ class Manifest:
 
 def _crc(body: str) -> str:
     return f"{zlib.crc32(body.encode()):08x}"
-
-
-def _parse_recipe(text: str) -> _recipe.Recipe:
-    """Parses the TOML text of a recipe.
-
-    Raises:
-      CheckpointError: if this version of jaxmp cannot read it.
-    """
-    try:
-        return _recipe.load_recipe(_load.parse_recipe(text))
-    except JaxmpError as error:
-        raise CheckpointError(
-            f"This version of jaxmp cannot read the recipe in the manifest: {error}"
-        ) from error
 
 
 def write_manifest(directory: epath.Path, manifest: Manifest) -> None:
@@ -182,8 +178,8 @@ def check_files(directory: epath.Path, manifest: Manifest) -> None:
             )
 
 
-@dataclasses.dataclass(frozen=True)
-class CheckpointInfo:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CheckpointInfo(_Contents):
     """Contents of a checkpoint, without the values of its leaves.
 
     Attributes:
@@ -201,22 +197,10 @@ class CheckpointInfo:
         saved with `allow_nonfinite=True`.
     """
 
-    step: int
     path: str
-    recipe_toml: str
     master_layout: str
     leaves: tuple[Leaf, ...]
-    metrics: Mapping[str, float]
-    extra: Any
-    jaxmp_version: str
-    jax_version: str
     data_bytes: int
-    nonfinite: tuple[str, ...]
-
-    @property
-    def recipe(self) -> _recipe.Recipe:
-        """The recipe under which the state was trained."""
-        return _parse_recipe(self.recipe_toml)
 
     def __str__(self) -> str:
         metrics = ", ".join(f"{name} {value:g}" for name, value in self.metrics.items())
@@ -236,13 +220,13 @@ class CheckpointInfo:
 
 def describe_manifest(path: epath.Path, manifest: Manifest) -> CheckpointInfo:
     """Returns the description of the checkpoint in the directory `path`."""
-    names = {field.name for field in dataclasses.fields(CheckpointInfo)}
+    names = (field.name for field in dataclasses.fields(_Contents))
     return CheckpointInfo(
         path=str(path),
         master_layout=manifest.description.layout,
         leaves=manifest.description.leaves,
         data_bytes=sum(size for size, _ in manifest.files.values()),
-        **{name: value for name, value in vars(manifest).items() if name in names},
+        **{name: getattr(manifest, name) for name in names},
     )
 
 

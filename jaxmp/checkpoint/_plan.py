@@ -96,11 +96,7 @@ def differences(source: Description, target: Description) -> list[str]:
         before, after = stored.get(path), wanted.get(path)
         if before is None and after and path.endswith(_NEW_COUNTER) and after.role == COUNTER:
             continue
-        if (
-            before is None
-            or after is None
-            or (before.dtype, before.shape) != (after.dtype, after.shape)
-        ):
+        if str(before) != str(after):
             rows.append(
                 f"{path}: {before or 'absent'} in the checkpoint, {after or 'absent'} in the state"
             )
@@ -125,9 +121,7 @@ def plan_migration(
     Raises:
       CheckpointError: if a leaf of the new state cannot be made from the checkpoint.
     """
-    if params is not None:
-        source = declare(source, params) if source.masters else source
-        target = declare(target, params) if target.masters else target
+    source, target = (declare(x, params) if x.masters else x for x in (source, target))
     return _Migration(*settle(source, target), first_scale).plan()
 
 
@@ -175,9 +169,6 @@ class _Migration:
             self._index[self._canonical(leaf.path, source)].append(leaf.path)
         rows = [entry for entry in _entries(source) if entry[1].leaf]
         self._parameters: dict[str, _Entry] = {entry[1].leaf: entry for entry in rows}
-        self._by_name: dict[str, list[_Entry]] = collections.defaultdict(list)
-        for entry in rows:
-            self._by_name[entry[1].path].append(entry)
         self._used: set[str | None] = set()
         self._lines: collections.Counter[str] = collections.Counter()
         self._losses: set[str] = set()
@@ -248,8 +239,9 @@ class _Migration:
         if path in self._parameters:
             return self._parameters[path]
         if path is None:
-            if len(self._by_name[parameter.path]) == 1:
-                return self._by_name[parameter.path][0]
+            same = [each for each in self._parameters.values() if each[1].path == parameter.path]
+            if len(same) == 1:
+                return same[0]
             raise self._refusal(leaf, f"the checkpoint has no parameter {parameter.path!r}")
         return "", dataclasses.replace(parameter, leaf=path, master="")
 
@@ -351,11 +343,10 @@ class _Migration:
         `opt_state/inner_state/inner_state` under `recipe.optimizer`.
         """
         roots = [f"{masters.path}/inner_state".lstrip("/") for masters in side.masters]
-        others = self._source if side is self._target else self._target
+        other = self._source if side is self._target else self._target
+        roots = roots or other.optimizers
         if len(roots) == 1 and is_below(path, roots[0]):
             path = f"<optimizer>/{path[len(roots[0]) :].lstrip('/')}"
-        elif not roots and len(others.optimizers) == 1 and is_below(path, others.optimizers[0]):
-            path = f"<optimizer>/{path[len(others.optimizers[0]) :].lstrip('/')}"
         return tuple(name for name in path.split("/") if name != "params")
 
     def _refusal(self, leaf: Leaf, reason: str) -> CheckpointError:

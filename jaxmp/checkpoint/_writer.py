@@ -108,15 +108,11 @@ class _LastSaved:
 
     def should_preserve(self, checkpoints: Iterable[Any], *, context: object) -> list[bool]:
         """Returns True for each step to keep, and for all that jaxmp did not write."""
-        steps = [row.step for row in checkpoints]
-        own = [step for step in steps if not self._is_foreign(step)]
+        paths = {row.step: self.directory / str(row.step) for row in checkpoints}
+        # The step to save has no directory yet.
+        own = [n for n, path in paths.items() if not path.exists() or has_manifest(path / ITEM)]
         kept = saved_order(self.directory, own)[-(self.keep or 0) :]
-        return [step in kept or step not in own for step in steps]
-
-    def _is_foreign(self, step: int) -> bool:
-        """Returns True for a directory without a manifest; the step to save has none yet."""
-        path = self.directory / str(step)
-        return path.exists() and not has_manifest(path / ITEM)
+        return [step in kept or step not in own for step in paths]
 
 
 class Writer(ocp.CheckpointManager):
