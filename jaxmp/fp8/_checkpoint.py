@@ -91,10 +91,10 @@ def checkpoint_policy(policy: Callable[..., Any], *, kernels: bool = False) -> C
     def is_saved(primitive: Any, *args: Any, **params: Any) -> Any:
         if primitive is lax.dot_general_p and _core.is_fp8(args[0].dtype):
             return False
-        name = params.get("name")
-        if primitive.name == "name" and name in saved:
+        name = params.get("name") if primitive.name == "name" else None
+        if name in saved:
             return True
-        if primitive.name == "name" and name in _RESULTS:
+        if name in _RESULTS:
             batch = tuple(range(_RESULTS.index(name)))
             numbers = (((), ()), (batch, batch))
             if saves := policy(lax.dot_general_p, *args, *args, dimension_numbers=numbers):

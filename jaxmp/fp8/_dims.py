@@ -43,10 +43,6 @@ class Dims(NamedTuple):
         axes = self.contract[side]
         return sorted(axes) == list(range(self.ndims[side] - len(axes), self.ndims[side]))
 
-    @property
-    def result_ndim(self) -> int:
-        return len(self.batch[0]) + len(self.free(0)) + len(self.free(1))
-
     def transposed(self, side: int) -> tuple[Dims, Axes]:
         """Returns the dot of the backward pass that computes the gradient of operand `side`.
 
@@ -60,7 +56,7 @@ class Dims(NamedTuple):
         other = 1 - side
         batch = tuple(range(len(self.batch[0])))
         contract, others = self.in_result(other), self.free(other)
-        ndims = self.result_ndim, self.ndims[other]
+        ndims = len(batch) + len(self.free(0)) + len(self.free(1)), self.ndims[other]
         fields: Any = (contract, others), (batch, self.batch[other]), ndims
         dims = Dims(*(pair[::-1] if side else pair for pair in fields))
         # In this dot, the free axes of the other operand are those that the forward dot contracts,

@@ -246,16 +246,15 @@ def decide(scaling: Scaling, path: str, k: int, n: int, why: str = "", tokens: i
     Raises:
       CompositionError: on a GPU without FP8 matmuls, unless the scaling sets `emulate=True`.
     """
-    is_free = not why
-    why = excluded(scaling, path, k, n, why)
-    target = "cpu" if scaling.emulate else _compat.target()
+    reason = excluded(scaling, path, k, n, why)
     record = _record.get()
-    if record is not None and is_free and decides_otherwise(k, n, scaling, tokens, target):
-        record.otherwise[path] = tokens
     if record is not None:
-        record.rows.append(LayerDecision(path, k, n, why))
-        record.scalings.update({} if why else {scaling: None})
-    return not why
+        target = "cpu" if scaling.emulate else _compat.target()
+        if not why and decides_otherwise(k, n, scaling, tokens, target):
+            record.otherwise[path] = tokens
+        record.rows.append(LayerDecision(path, k, n, reason))
+        record.scalings.update({} if reason else {scaling: None})
+    return not reason
 
 
 def excluded(scaling: Scaling, path: str, k: int, n: int, why: str = "") -> str:

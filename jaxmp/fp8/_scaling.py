@@ -38,6 +38,8 @@ class Scaling:
 
     # "current", "delayed", ...: the value of `scaling` in a recipe file.
     kind: ClassVar[str] = ""
+    # True if the dots require a state, which earlier steps have written.
+    is_stateful: ClassVar[bool] = False
 
     fprop: Any = _E4M3
     dgrad: Any = ("e5m2", "e4m3fn")
@@ -50,9 +52,7 @@ class Scaling:
     emulate: bool = False
 
     def __post_init__(self) -> None:
-        set_field = lambda name, value: object.__setattr__(self, name, value)
-        for gemm in GEMMS:
-            set_field(gemm, _formats(self, gemm))
+        vars(self).update({gemm: _formats(self, gemm) for gemm in GEMMS})
         check_integer(self, "margin", low=0, high=64)
         check_integer(self, "tokens", low=1, high=2**40)
         width = self.min_width
@@ -61,12 +61,7 @@ class Scaling:
         for name in ("power_of_two", "emulate", "calibrate"):
             if not isinstance(getattr(self, name, True), bool):
                 raise _bad(self, name, "True or False", "True")
-        set_field("fast_accumulation", _gemm_names(self, "fast_accumulation"))
-
-    @property
-    def is_stateful(self) -> bool:
-        """True if the dots require a state, which earlier steps have written."""
-        return False
+        vars(self).update(fast_accumulation=_gemm_names(self))
 
     @property
     def batch_note(self) -> str:
@@ -137,18 +132,18 @@ def _formats(scaling: Scaling, gemm: str) -> Any:
         dtypes = [_core.canonical_dtype(name) for name in pair]
     except PolicyError as unknown:
         raise error from unknown
-    if any(dtype.name not in _FORMATS for dtype in dtypes):
-        raise error
-    if all(dtype.name == "float8_e5m2" for dtype in dtypes):
+    is_known = all(dtype.name in _FORMATS for dtype in dtypes)
+    if not is_known or all(dtype.name == "float8_e5m2" for dtype in dtypes):
         raise error
     return tuple(dtype.name.removeprefix("float8_") for dtype in dtypes)
 
 
-def _gemm_names(scaling: Scaling, name: str) -> tuple[str, ...]:
-    setting = getattr(scaling, name)
+def _gemm_names(scaling: Scaling) -> tuple[str, ...]:
+    setting: Any = scaling.fast_accumulation
     names = (setting,) if isinstance(setting, str) else setting
     if not isinstance(names, (tuple, list)) or any(item not in tuple(GEMMS) for item in names):
-        raise _bad(scaling, name, f"a tuple of names among {', '.join(GEMMS)}", "('fprop',)")
+        allowed = f"a tuple of names among {', '.join(GEMMS)}"
+        raise _bad(scaling, "fast_accumulation", allowed, "('fprop',)")
     return tuple(gemm for gemm in GEMMS if gemm in names)
 
 
@@ -219,6 +214,7 @@ class DelayedScaling(Scaling):
     """
 
     kind: ClassVar[str] = "delayed"
+    is_stateful: ClassVar[bool] = True
 
     amax_history_len: int = 1024
     amax_compute: str = "max"
@@ -228,10 +224,6 @@ class DelayedScaling(Scaling):
         super().__post_init__()
         check_integer(self, "amax_history_len", low=1, high=2**20)
         _check_choice(self, "amax_compute", ("max", "most_recent"))
-
-    @property
-    def is_stateful(self) -> bool:
-        return True
 
 
 @jax.tree_util.register_static

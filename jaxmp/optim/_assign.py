@@ -189,11 +189,9 @@ def store(params: PyTree, state: PyTree) -> PyTree:
         for i, (path, name) in enumerate(node.layout.storage)
         if name
     }
-
-    flat = leaves_by_path(params)
     wide = {
         path: leaf
-        for path, leaf in flat.items()
+        for path, leaf in leaves_by_path(params).items()
         if path in storage and _core.dtype_of(leaf) != storage[path][0]
     }
 

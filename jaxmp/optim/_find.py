@@ -72,7 +72,7 @@ def gradient_options(opt_state: PyTree, options: dict[str, Any]) -> dict[str, An
     Raises:
       CompositionError: if `axis_name` differs from that of the optimizer.
     """
-    guard, defaults = guard_of(opt_state), {}
+    guard, defaults = guard_of(opt_state), {"loss_scale": own_loss_scale(opt_state)}
     if guard is not None:
         axes = guard.settings.axis_name
         if "axis_name" in options and _core.as_tuple(options["axis_name"]) != axes:
@@ -84,8 +84,6 @@ def gradient_options(opt_state: PyTree, options: dict[str, Any]) -> dict[str, An
                 "of value_and_grad, which then averages over this axis."
             )
         defaults |= guard.settings.options()
-    if "loss_scale" not in options:
-        defaults["loss_scale"] = own_loss_scale(opt_state)
     return {**defaults, **options}
 
 
@@ -164,9 +162,8 @@ def get_master_params(state: PyTree) -> PyTree:
         parameters have no second copy and packed remainders contain only 16 of the 32 bits.
     """
     if _core.has_fields(state, "params", "opt_state"):
-        params, overwritten = _overwritten.split(state.params)
-        full = replace_by_masters(params, state.opt_state)
-        return _overwritten.join(full, overwritten, state.params)
+        full = lambda params: replace_by_masters(params, state.opt_state)
+        return _overwritten.map_params(full, state.params)
     if (params := params_of_model(state)) is not None:
         return replace_by_masters(params, plain(state.opt_state))
     node = only(find(state, MasterParamsState), "set of master parameters")

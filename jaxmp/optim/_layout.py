@@ -167,19 +167,18 @@ class UnpackedParameters(UnpackedMasters):
 
 def make_layout(params: PyTree, policies: PolicyMap | None, master: str) -> Layout:
     collections = _core.has_collections(params)
-    storage: list[tuple[str, str]] = []
-    seen: set[str] = set()
+    # Names of dtypes by path.
+    storage: dict[str, str] = {}
     for names, leaf in _core.leaves_with_path(params):
         path = _path_of(names, collections)
-        if path in seen:
+        if path in storage:
             raise CompositionError(
                 f"Two parameters have the path {path!r}, because one has a '/' in its name. Rules "
                 "and masters cannot distinguish them. Rename one of them."
             )
-        seen.add(path)
+        storage[path] = ""
         is_param = not collections or names[0] == _core.PARAMS
         if not is_param or not _core.is_castable(leaf):
-            storage.append((path, ""))
             continue
         rule_names = _core.rule_names(params, names)
         dtype = leaf.dtype if policies is None else storage_dtype(policies, rule_names)
@@ -189,11 +188,11 @@ def make_layout(params: PyTree, policies: PolicyMap | None, master: str) -> Layo
                 "is stored in float16, whose exponent differs. Use master='fp32', or store it in "
                 f"bfloat16: Rule({path!r}, 'p=bf16')."
             )
-        storage.append((path, _core.short_name(dtype)))
+        storage[path] = _core.short_name(dtype)
     # The node without leaves that `optax.tree.map_params` passes.
     is_open = type(params).__name__ == "_ParamsPlaceholder"
     prefix = f"{_core.PARAMS}/" if collections else ""
-    return Layout(policies, master, tuple(storage), prefix, is_open)
+    return Layout(policies, master, tuple(storage.items()), prefix, is_open)
 
 
 def leaves_by_path(params: PyTree) -> dict[str, Any]:

@@ -175,8 +175,10 @@ def master_params(
         _check_storage(params_flat, state.layout)
         masters_flat = entries_of(state.masters, treedef)
         is_unpacked = isinstance(state, UnpackedMasters)
-        read = _read_unpacked if is_unpacked else read_master
-        old = [read(p, m) for p, m in zip(params_flat, masters_flat, strict=True)]
+        old = [
+            m if is_unpacked and not isinstance(m, optax.MaskedNode) else read_master(p, m)
+            for p, m in zip(params_flat, masters_flat, strict=True)
+        ]
         deltas, inner_state = inner.update(
             _core.cast_floating(updates, _core.FLOAT32),
             state.inner_state,
@@ -296,10 +298,6 @@ def read_master(param: Array, stored: Array | optax.MaskedNode) -> Array:
     else:
         full = follow(_split_as(param, master), master.astype(param.dtype), master)
     return placed_as(full, stored)
-
-
-def _read_unpacked(param: Array, full: Array | optax.MaskedNode) -> Array:
-    return read_master(param, full) if isinstance(full, optax.MaskedNode) else full
 
 
 def follow(param: Array, rounded: Array, master: Array) -> jax.Array:

@@ -157,10 +157,8 @@ def _round_leaf(key: jax.Array, param: Array, delta: Array) -> Array:
     if dtype is None or not _core.is_16bit(dtype):
         return delta
     old = param.astype(_core.FLOAT32)
-    return (
-        round_stochastically(key, old + delta.astype(_core.FLOAT32), dtype).astype(_core.FLOAT32)
-        - old
-    )
+    new = round_stochastically(key, old + delta.astype(_core.FLOAT32), dtype)
+    return new.astype(_core.FLOAT32) - old
 
 
 def round_stochastically(key: jax.Array, value: jax.Array, dtype: DTypeLike) -> jax.Array:

@@ -70,10 +70,7 @@ def state_shardings(
             f"are {', '.join(map(repr, mesh.axis_names))}. For ZeRO-1 write "
             f"optimizer={mesh.axis_names[0]!r}."
         )
-    longest = max(map(len, placements))
-    matches = {
-        names: _match(names, placements, longest) for names, _ in _core.leaves_with_path(state)
-    }
+    matches = {names: _match(names, placements) for names, _ in _core.leaves_with_path(state)}
     shapes = _parameter_shapes(state, matches)
     known = {names: shape for names, (_, shape) in shapes.items()}
     for names in [names for names in placements if names not in known]:
@@ -97,13 +94,11 @@ def state_shardings(
     return jax.tree_util.tree_map_with_path(sharding_of, state)
 
 
-def _match(names: Path, placements: dict[Path, NamedSharding], longest: int) -> Path | None:
+def _match(names: Path, placements: dict[Path, NamedSharding]) -> Path | None:
     """Returns the longest path of a parameter in which a path of the state ends."""
     names = _core.as_parts(_core.without_contents(names))
-    for length in range(min(longest, len(names)), 0, -1):
-        if names[-length:] in placements:
-            return names[-length:]
-    return None
+    ends = (names[start:] for start in range(len(names)))
+    return next((end for end in ends if end in placements), None)
 
 
 def _parameter_shapes(

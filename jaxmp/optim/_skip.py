@@ -93,14 +93,9 @@ class SkipStats:
         return cls(zero(), zero(), zero(), jnp.array(True), first, none, zero())
 
     def after(
-        self,
-        applied: jax.Array,
-        loss_scale: _loss_scale.LossScale,
-        overflow_leaf: jax.Array,
-        nonfinite_leaf: jax.Array,
-        zero_gradients: jax.Array,
+        self, applied: jax.Array, loss_scale: _loss_scale.LossScale, **others: jax.Array
     ) -> SkipStats:
-        """Returns the counters after another step."""
+        """Returns the counters after another step; `others` are the last three of them."""
         zero = jnp.zeros((), jnp.int32)
         skipped = lax.bitwise_not(applied)
         at_floor = self.at_floor
@@ -112,9 +107,7 @@ class SkipStats:
             consecutive=lax.select(applied, zero, self.consecutive + 1),
             at_floor=at_floor,
             last_finite=applied,
-            overflow_leaf=overflow_leaf,
-            nonfinite_leaf=nonfinite_leaf,
-            zero_gradients=zero_gradients,
+            **others,
         )
 
 
@@ -333,9 +326,12 @@ def skip_nonfinite(
         nonfinite_leaf = state.stats.nonfinite_leaf
         if same_structure:
             nonfinite_leaf = lax.select(lax.eq(first, leaves), jnp.int32(-1), first)
-        zero_gradients = lax.select(is_zero, state.stats.zero_gradients + 1, jnp.int32(0))
         stats = state.stats.after(
-            is_applied, state.loss_scale, overflow, nonfinite_leaf, zero_gradients
+            is_applied,
+            state.loss_scale,
+            overflow_leaf=overflow,
+            nonfinite_leaf=nonfinite_leaf,
+            zero_gradients=lax.select(is_zero, state.stats.zero_gradients + 1, jnp.int32(0)),
         )
         if not assigns:
             # Train states select all parameters by it, if other transformations are outside.
