@@ -346,8 +346,7 @@ class OpTable:
           OpError: if an operation is unknown, or cannot have the category.
         """
         if isinstance(edits, OpTable):
-            known = {op.name for op in self.added if op in edits.added}
-            added = self.added + tuple(op for op in edits.added if op.name not in known)
+            added = tuple(dict.fromkeys(self.added + edits.added))
             return OpTable({**dict(self.edits), **dict(edits.edits)}, added)
         if not isinstance(edits, Mapping):
             raise OpError(

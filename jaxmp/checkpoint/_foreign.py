@@ -209,9 +209,8 @@ def _infer(values: dict[str, np.ndarray], target: Description) -> Description:
         if any(is_below(path, scale.path) for path in values)
     )
     roles |= {path: _roles.LOSS_SCALE for path in values for s in scales if is_below(path, s.path)}
-    for leaf in target.leaves:
-        if leaf.role in (_roles.COUNTER, _roles.FP8) and leaf.path in values:
-            roles[leaf.path] = leaf.role
+    kept = (_roles.COUNTER, _roles.FP8)
+    roles |= {leaf.path: leaf.role for leaf in target.leaves if leaf.role in kept}
     is_fp8 = lambda path: _roles.FP8 in map(_roles.COLLECTIONS.get, path.split("/"))
     roles |= dict.fromkeys(filter(is_fp8, values), _roles.FP8)
     keys = {leaf.path: leaf for leaf in target.leaves if leaf.is_key}

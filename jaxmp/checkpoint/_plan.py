@@ -187,13 +187,11 @@ class _Migration:
             self._from_fp32(leaf, owners[leaf.path]) if leaf.path in owners else self._action(leaf)
             for leaf in self._target.leaves
         ]
-        self._note_dropped()
+        unused = [leaf for leaf in self._source.leaves if leaf.path not in self._used]
+        self._note_dropped(unused)
         texts = {line: f"{n} x {line}" if n > 1 else line for line, n in self._lines.items()}
         losses = tuple(text for line, text in texts.items() if line in self._losses)
-        drops = any(
-            leaf.role in (MASTER, REMAINDER) and leaf.path not in self._used
-            for leaf in self._source.leaves
-        )
+        drops = any(leaf.role in (MASTER, REMAINDER) for leaf in unused)
         return Plan(tuple(actions), tuple(texts.values()), losses, drops)
 
     def _note(self, line: str, *, loses: bool = False) -> None:
@@ -315,10 +313,8 @@ class _Migration:
             path is not None and self._stored[path].shape == leaf.shape for leaf, path in paths
         )
 
-    def _note_dropped(self) -> None:
-        for leaf in self._source.leaves:
-            if leaf.path in self._used:
-                continue
+    def _note_dropped(self, leaves: list[Leaf]) -> None:
+        for leaf in leaves:
             if leaf.role == LOSS_SCALE:
                 if leaf.path.endswith("scale_value"):
                     self._note("loss scale: dropped; the new recipe creates its own or has none")
