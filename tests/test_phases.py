@@ -132,6 +132,7 @@ def test_a_phase_has_the_keys_of_the_recipe_and_its_own(write):
         ("from_step = 3", "phase 1: the phase changes nothing"),
         ('from_step = 3\nmatmull = "fp8"', "line 4.*Did you mean 'matmul'"),
         ('from_step = 3\nparam_dtype = "bf16"', "line 4.*unknown key 'param_dtype'"),
+        ("from_step = 3\nrule = 1", r"unknown key 'rule'.*'rules'\?.*\[\[phases.rules\]\]"),
         ('from_step = 3\nfprop = "high"', "neither the recipe nor the phase has any"),
         ('from_step = 3\nmatmul = "fp8"\nfprop = "e4"', "phase 1: .*fprop must be"),
         (

@@ -160,10 +160,11 @@ def fix_line(table: str, key: str, value: str = "") -> str:
     return f"    {key} = {value or FIELDS[table][key].example}"
 
 
-def _table_example(table: str) -> str:
+def _table_example(table: str, above: str = "") -> str:
     """Returns indented TOML lines: the header of a table, and its first key."""
     if table in ("rules", "phases"):
-        return _RULE_EXAMPLE if table == "rules" else _PHASE_EXAMPLE
+        example = _RULE_EXAMPLE if table == "rules" else _PHASE_EXAMPLE
+        return example.replace("[[", f"[[{above}." if above else "[[")
     return f"    [{table}]\n{fix_line(table, next(iter(TABLES[table])))}"
 
 
@@ -215,7 +216,7 @@ def _list_of_tables(above: Setting, name: str) -> list[Setting]:
     if not is_list or not all(isinstance(each, dict) for each in tables.value):
         raise RecipeError(
             f"{tables.location}: {_toml.describe(tables.value)} is not a list of tables. Start "
-            f"each of them with a header:\n{_table_example(name)}"
+            f"each of them with a header:\n{_table_example(name, 'phases' * bool(above.key))}"
         )
     return [tables.below(number) for number in range(len(tables.value))]
 
@@ -280,7 +281,8 @@ def _read_rule(table: Setting) -> Rule:
         return Rule(**{name: setting.value for name, setting in fields.items()})
     except RuleError as error:
         located = table.below("path") if str(error).startswith("Pattern ") else table
-        raise RecipeError(f"{located.location}: {error} In TOML:\n{_RULE_EXAMPLE}") from None
+        example = _table_example("rules", "phases" * (table.key[0] == "phases"))
+        raise RecipeError(f"{located.location}: {error} In TOML:\n{example}") from None
 
 
 def _unknown_key(setting: Setting, table: str) -> RecipeError:
@@ -300,7 +302,7 @@ def _unknown_key(setting: Setting, table: str) -> RecipeError:
     allowed = (*FIELDS[table], *inside)
     hint = _core.did_you_mean(name, allowed)
     nearest = hint.split("'")[1] if hint else next(iter(allowed))
-    fix = _table_example(nearest) if nearest in inside else fix_line(table, nearest)
+    fix = _table_example(nearest, table) if nearest in inside else fix_line(table, nearest)
     return RecipeError(
         f"{location}: unknown key {name!r}.{hint} Allowed: {', '.join(allowed)}. Write, for "
         f"example:\n{fix}"
