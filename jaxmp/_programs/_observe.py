@@ -123,8 +123,7 @@ class Observer(Interpreter):
             for n, var in enumerate(inner.operands):
                 is_carry = place.phase == _jaxprs.BACKWARD and n in inner.carried
                 flags.append(is_carry or inside.is_cotangent(var))
-        used = [var in inside.outputs.consumers for var in equation.outvars]
-        used = _analysis.used_inside(equation, used) if place.phase == _jaxprs.FORWARD else None
+        used = inside.outputs.used_inside(equation, place.phase)
         state = _Outer(inside.at, frame.index, used, flags)
         results = self.enter(equation, operands, frame, state)
         if place.phase == _jaxprs.BACKWARD:

@@ -220,7 +220,7 @@ class _Search:
         for pair in pairs:
             whole = self._moved(train[pair.train].value, self.shift)
             for n, part in zip(pair.serve, pair.split(whole), strict=True):
-                part = _walk.in_stored_dtype(part, serve[n].dtype)
+                part = _programs.rounded_to(part, serve[n].dtype)
                 forced[n] = _walk.Change(value=lambda _, part=part: part)
         self._local, _ = self._run_with(forced)
         candidates = []
@@ -301,7 +301,7 @@ class _Search:
             for n, part in zip(pair.serve, pair.split(error), strict=True):
                 dtype = self.runs[1].records[n].dtype
                 corrected[n] = _walk.Change(
-                    value=lambda z, part=part, dtype=dtype: _walk.in_stored_dtype(z - part, dtype)
+                    value=lambda z, part=part, dtype=dtype: _programs.rounded_to(z - part, dtype)
                 )
         return corrected, self._run_with(corrected)[1]
 
@@ -405,7 +405,7 @@ class _Search:
                 continue
             for name in _FORMATS if jnp.issubdtype(x.dtype, jnp.floating) else ():
                 for run, a, b in zip(self.runs, (y, x), (x, y), strict=True):
-                    if jnp.array_equal(_walk.in_stored_dtype(a, jnp.dtype(name)), b):
+                    if jnp.array_equal(_programs.rounded_to(a, name), b):
                         return f"operand {n} is rounded to {name} in {run.name}"
             return f"operand {n} has other values"
         return ""

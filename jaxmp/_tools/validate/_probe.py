@@ -200,13 +200,10 @@ def _stalled(before: PyTree, after: PyTree, grads: PyTree | None) -> Array:
 
 
 def _difference(x: Array, y: Array) -> Array:
-    return _stored(x) - _stored(y)
-
-
-def _stored(x: Array) -> Array:
-    """Returns a leaf in FP32 as it is stored: XLA may omit its rounding before a conversion."""
-    wide = x.astype(jnp.float32)
-    return _programs.rounded_to(wide, x.dtype) if _core.is_16bit(x.dtype) else wide
+    """Returns the difference of leaves in FP32 as they are stored."""
+    # XLA may omit their roundings before a conversion.
+    stored = lambda z: _programs.rounded_to(z.astype(jnp.float32), z.dtype)
+    return stored(x) - stored(y)
 
 
 # ---------------------------------------------------------------------------
