@@ -218,14 +218,13 @@ class _Search:
 
     def report(self) -> NonfiniteReport:
         arrays, scale = self.traced.arrays, self.scale
-        value = None if scale is None else scale.value
         bad = _measure.bad_arguments(self.traced)
         walk, roots = self._walk(arrays)
         if not roots and scale is not None and scale.of_skipped is not None:
-            value = scale.of_skipped
-            scale = dataclasses.replace(scale, value=value)
-            arrays = _measure.with_scale(arrays, scale.number, value)
+            scale = dataclasses.replace(scale, value=scale.of_skipped)
+            arrays = _measure.with_scale(arrays, scale.number, scale.value)
             walk, roots = self._walk(arrays)
+        value = None if scale is None else scale.value
         fields: dict[str, Any] = {"loss_scale": value, "arguments": tuple(bad.values())}
         origin = walk.origin(roots, _unused_results(walk))
         if not roots:
@@ -249,7 +248,7 @@ class _Search:
             source, shown = origin.source, origin.operation
             made, measured = _measure.measure(self.traced.closed, arrays, [source, shown])
             overflows = self._overflows_in_fp32(arrays)
-            passing = self._passing_scale(arrays, value) if roots and value is not None else None
+            passing = self._passing_scale(arrays, scale) if roots and scale is not None else None
             has_optimizer = any(self.traced.in_optimizer())
             evidence = _causes.NonfiniteEvidence(
                 walk, origin, made, measured, overflows, scale, passing, has_optimizer
@@ -285,12 +284,10 @@ class _Search:
         origin = walk.origin(_roots(walk), _unused_results(walk))
         return origin is not None and walk.is_overflow(origin)
 
-    def _passing_scale(self, arrays: list[Any], scale: float) -> float | None:
+    def _passing_scale(self, arrays: list[Any], scale: _measure.ScaleArgument) -> float | None:
         """Returns the largest power of two below a loss scale with which the step is finite."""
-        assert self.scale is not None
-        number = self.scale.number
-        passes = lambda n: not self._walk(_measure.with_scale(arrays, number, 2.0**n))[1]
-        low, high = (math.ceil(math.log2(n)) for n in (self.scale.minimum, scale))
+        passes = lambda n: not self._walk(_measure.with_scale(arrays, scale.number, 2.0**n))[1]
+        low, high = (math.ceil(math.log2(n)) for n in (scale.minimum, scale.value))
         if low >= high or not passes(low):
             return None
         while high - low > 1:

@@ -366,9 +366,8 @@ class _Trainer:
                     self._on_step()
                 return record
             # Only the first seed is compared.
-            compared = compare if is_first else lambda *_: None
-            hooks = {"on_compare": compared, "on_step": self._on_step}
-            record = _train.train(name, seed, current, programs, plan, **hooks)
+            on_compare = compare if is_first else lambda *_: None
+            record = _train.train(name, seed, current, programs, plan, on_compare, self._on_step)
             return dataclasses.replace(record, initial_checksum=initial, program=traced)
 
         records = []

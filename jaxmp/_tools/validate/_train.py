@@ -190,7 +190,6 @@ def train(
     run: _pure.PureRun,
     programs: Mapping[int, Program],
     plan: _report.ValidationReport,
-    *,
     on_compare: OnCompare,
     on_step: _progress.OnStep,
 ) -> _rows.TrainingRecord:
