@@ -7,18 +7,20 @@ JAX, only the standard library is loaded, so that the script can set environment
 from __future__ import annotations
 
 import importlib
+import importlib.abc
+import importlib.machinery
 import json
 import os
 import runpy
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
 
 _OWN_FILES = __file__, runpy.run_path.__code__.co_filename
 
 
-class _AfterImport:
+class _AfterImport(importlib.abc.MetaPathFinder):
     """Import hook that calls functions after modules and the packages importing them are loaded.
 
     A package such as optax imports JAX before its own names exist, which jaxmp reads.
@@ -30,33 +32,46 @@ class _AfterImport:
 
     def __init__(self, folders: list[str], callbacks: dict[str, Callable[[], None]]) -> None:
         self.folders, self.callbacks = tuple(folders), callbacks
-        # Names of the modules that are being loaded, the innermost last.
-        self.loading: list[str] = []
-        # Statements and functions that import a module call this one, if it is not loaded yet.
-        bootstrap = sys.modules["_frozen_importlib"]
-        self.load, bootstrap._find_and_load = bootstrap._find_and_load, self.find_and_load
+        self.depth = 0
+        # Names that are being searched: other finders may call this one.
+        self.searched: set[str] = set()
 
-    def find_and_load(self, name: str, import_: Callable[..., ModuleType]) -> ModuleType:
-        """Imports a module."""
-        self.loading.append(name)
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        is_other = "." in fullname and fullname not in self.callbacks
+        if not self.callbacks or is_other or fullname in self.searched:
+            return None
+        self.searched.add(fullname)
         try:
-            module = self.load(name, import_)
+            specs = (f.find_spec(fullname, path, target) for f in sys.meta_path if f is not self)
+            spec = next((spec for spec in specs if spec is not None), None)
         finally:
-            self.loading.pop()
-        self.call()
-        return module
+            self.searched.discard(fullname)
+        loader = None if spec is None else spec.loader
+        origin = "" if spec is None else str(spec.origin)
+        own = origin.startswith(self.folders) and "-packages" + os.sep not in origin
+        # Loaders of built-in modules are classes that modules share.
+        is_shared = isinstance(loader, type)
+        if loader is not None and hasattr(loader, "exec_module") and not (own or is_shared):
+            execute = loader.exec_module
+
+            def exec_module(module: ModuleType) -> None:
+                self.depth += 1
+                try:
+                    execute(module)
+                finally:
+                    self.depth -= 1
+                self.call()
+
+            loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec
 
     def call(self) -> None:
         """Calls the functions of loaded modules."""
-        if all(map(self.is_own, self.loading)):
+        if self.depth == 0:
             while name := next((name for name in self.callbacks if name in sys.modules), ""):
                 self.callbacks.pop(name)()
-
-    def is_own(self, name: str) -> bool:
-        """Returns True for a module of the script."""
-        spec = getattr(sys.modules.get(name), "__spec__", None)
-        origin = str(getattr(spec, "origin", None))
-        return origin.startswith(self.folders) and "-packages" + os.sep not in origin
 
 
 def run_child() -> None:
@@ -76,6 +91,7 @@ def run_child() -> None:
     imports = _AfterImport(
         [os.getcwd() + os.sep, folder + os.sep], {"jax": watch, "flax.nnx": watch_nnx}
     )
+    sys.meta_path.insert(0, imports)
     imports.call()
     error = ""
     sys.argv = arguments
