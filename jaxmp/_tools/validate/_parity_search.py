@@ -145,8 +145,9 @@ class _Run:
         return f"{module} ({line})" if module else line
 
     def unpaired(self, indices: Iterable[int]) -> list[int]:
-        """Returns the operations that compute, and have no counterpart."""
-        return [n for n in indices if n not in self.paired and _computes(self.records[n])]
+        """Returns the operations that compute or round floats, and have no counterpart."""
+        computes = lambda record: _walk.is_compared(record) or _is_cast(record)
+        return [n for n in indices if n not in self.paired and computes(self.records[n])]
 
 
 class _Search:
@@ -416,12 +417,6 @@ class _Search:
             return True
         is_move = index not in self._partner and self._local[index].primitive in _walk.MOVES
         return is_move and all(map(self._is_input, self._local[index].makers))
-
-
-def _computes(record: _walk.ResultRecord) -> bool:
-    """Returns True for an operation that computes or rounds floats."""
-    is_float = jnp.issubdtype(record.dtype, jnp.floating)
-    return is_float and (record.primitive not in _walk.MOVES or _is_cast(record))
 
 
 def _changes_shape(record: _walk.ResultRecord) -> bool:

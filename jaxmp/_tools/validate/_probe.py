@@ -230,13 +230,10 @@ def with_step(
 def gradient_row(step: int, reference: Probe, candidate: Probe) -> GradientRow:
     """Returns the difference of the gradients of all parameters at one step."""
     x, y = (joined(probe.grads, reference.grads) for probe in (reference, candidate))
-    total = difference(x, y)
     updates = (joined(probe.updates, reference.updates) for probe in (reference, candidate))
     return GradientRow(
         step=step,
-        error=total.error,
-        cosine=total.cosine,
-        norm=total.norm,
+        **difference(x, y)._asdict(),
         underflow=_underflow(x, y),
         nonfinite=float(np.mean(~np.isfinite(y))) if y.size else 0.0,
         stalled=candidate.stalled,
