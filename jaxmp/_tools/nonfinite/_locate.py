@@ -229,7 +229,9 @@ class _Search:
         origin = walk.origin(roots, _unused_results(walk))
         if not roots:
             is_zero = walk.are_gradients_zero()
-            origin = walk.origin(_values_of_loss(walk), []) if is_zero else None
+            # The values inside of differentiated functions.
+            in_loss = lambda op: op.equation.outvars if op.location.differentiated else []
+            origin = walk.origin(_broken(walk, in_loss), []) if is_zero else None
             reason = _reason(self.scale) + (_ZERO if is_zero else "")
             if origin is None or isinstance(origin.source, Argument):
                 return NonfiniteReport(reproduced=False, reason=reason, **fields)
@@ -347,12 +349,6 @@ def _roots(walk: Walk) -> list[Variable]:
         return op.operands[:1] if is_check and has_gradient else []
 
     return [*filter(walk.code, results), *_broken(walk, checked)]
-
-
-def _values_of_loss(walk: Walk) -> list[Variable]:
-    """Returns the values inside of differentiated functions that are not finite."""
-
-    return _broken(walk, lambda op: op.equation.outvars if op.location.differentiated else [])
 
 
 def _unused_results(walk: Walk) -> list[Variable]:
