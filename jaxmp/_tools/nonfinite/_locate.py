@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
 
 from jaxmp import _programs
-from jaxmp._tools.audit import _checks, _trace
+from jaxmp._tools.audit import _trace
 from jaxmp._tools.fixes import _source, _trial
 from jaxmp._tools.nonfinite import _causes, _measure, _record
 from jaxmp._tools.nonfinite._measure import ArgumentRow, ArrayRow
@@ -231,7 +231,7 @@ class _Search:
             is_zero = walk.are_gradients_zero()
             # The values inside of differentiated functions.
             in_loss = lambda op: op.equation.outvars if op.location.differentiated else []
-            origin = walk.origin(_broken(walk, in_loss), []) if is_zero else None
+            origin = walk.origin(walk.broken(in_loss), []) if is_zero else None
             reason = _reason(self.scale) + (_ZERO if is_zero else "")
             if origin is None or isinstance(origin.source, Argument):
                 return NonfiniteReport(reproduced=False, reason=reason, **fields)
@@ -343,12 +343,9 @@ def _roots(walk: Walk) -> list[Variable]:
     results = [
         Variable(root, (), var) for var in root.body.outvars if not _programs.is_literal(var)
     ]
-
-    def checked(op: _checks.OpOccurrence) -> list[Any]:
-        is_check = op.name == "is_finite" and not op.location.differentiated
-        return op.operands[:1] if is_check and has_gradient else []
-
-    return [*filter(walk.code, results), *_broken(walk, checked)]
+    is_check = lambda op: op.name == "is_finite" and not op.location.differentiated
+    checked = lambda op: op.operands[:1] if has_gradient and is_check(op) else []
+    return [*filter(walk.code, results), *walk.broken(checked)]
 
 
 def _unused_results(walk: Walk) -> list[Variable]:
@@ -356,24 +353,6 @@ def _unused_results(walk: Walk) -> list[Variable]:
 
     A loss that a step does not return is such a value.
     """
-
-    def unused(op: _checks.OpOccurrence) -> list[Any]:
-        is_forward = op.is_forward and op.location.differentiated
-        return [v for v in op.equation.outvars if is_forward and v not in op.body.consumers]
-
-    return _broken(walk, unused)
-
-
-def _broken(walk: Walk, choose: Callable[[_checks.OpOccurrence], list[Any]]) -> list[Variable]:
-    """Returns the values that are not finite, of the variables that a function chooses.
-
-    Args:
-      walk: the walk.
-      choose: equation -> variables.
-    """
-    values = []
-    for region, op in walk.operations():
-        chosen = choose(op)
-        for at in walk.positions(region) if chosen else ():
-            values += [Variable(region, at, var) for var in chosen]
-    return list(filter(walk.code, values))
+    is_inside = lambda op: op.is_forward and op.location.differentiated
+    unread = lambda op: [v for v in op.equation.outvars if v not in op.body.consumers]
+    return walk.broken(lambda op: unread(op) if is_inside(op) else [])

@@ -18,7 +18,7 @@ from jaxmp._core import Array, PyTree, _compat
 from jaxmp._tools.audit import _trace
 from jaxmp._tools.nonfinite import _record, _walk
 from jaxmp.errors import AuditError
-from jaxmp.optim import _find, _roles, _skip
+from jaxmp.optim import _find, _roles
 
 # Smallest scale that a fix suggests: the default `min_scale` of `DynamicLossScale`.
 _SMALLEST_SCALE = 2.0**-14
@@ -133,7 +133,7 @@ def scale_of(traced: _trace.Traced) -> ScaleArgument | None:
 
 def last_step_was_skipped(tree: PyTree) -> bool:
     """Returns True if the counters in a state are those of a skipped step."""
-    states = _find.find(tree, _skip.SkipNonfiniteState)
+    states = _find.find(tree, _find.SkipNonfiniteState)
     flags = [_compat.plain_array(state.stats.last_finite) for _, state in states]
     return any(not np.all(jax.device_get(flag)) for flag in flags)
 

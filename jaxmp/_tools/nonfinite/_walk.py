@@ -8,7 +8,7 @@ infinities are followed too: if an operation made them from finite values, it is
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -142,6 +142,19 @@ class Walk:
     def positions(self, region: Region) -> Iterator[At]:
         """Yields the iterations and devices at which a jaxpr ran."""
         yield from (tuple(map(int, at)) for at in np.argwhere(self._codes[region.key][..., -1]))
+
+    def broken(self, choose: Callable[[_checks.OpOccurrence], list[Any]]) -> list[Variable]:
+        """Returns the values that are not finite, of the variables that a function chooses.
+
+        Args:
+          choose: equation -> variables.
+        """
+        values = []
+        for region, op in self.operations():
+            chosen = choose(op)
+            for at in self.positions(region) if chosen else ():
+                values += [Variable(region, at, var) for var in chosen]
+        return list(filter(self.code, values))
 
     def are_gradients_zero(self) -> bool:
         """Returns True if the program has gradients, and all of their elements are zero."""
