@@ -24,9 +24,7 @@ from jaxmp._core._compat import cudnn_version
 from jaxmp._programs._jaxprs import equations
 from jaxmp._programs._locations import Lines
 from jaxmp._tools.audit._trace import trace
-from jaxmp._tools.nonfinite import NonfiniteReport
-from jaxmp._tools.nonfinite._record import Recorder, compiled
-from jaxmp._tools.nonfinite._walk import Walk
+from jaxmp._tools.nonfinite import NonfiniteReport, _record, _walk
 from planted_nonfinite import HEAD, PLANTS
 from processes import run_script
 from sources import code_of, load_module, replace_expression
@@ -542,9 +540,9 @@ def test_kernels_of_cudnn_are_single_operations():
 
     x = jnp.ones((1, 128, 2, 64), jnp.bfloat16)
     with jaxmp.default_target("h100"):
-        recorder = Recorder()
-        compiled(recorder, trace(step, (x,), {}).closed).trace([x])
-    names = {op.name: op for _, op in Walk(recorder, {}).operations()}
+        recorder = _record.Recorder()
+        _record.compiled(recorder, trace(step, (x,), {}).closed).trace([x])
+    names = {op.name: op for _, op in _walk.Walk(recorder, {}).operations()}
     for side in ("fwd", "bwd"):
         assert len(names[f"dot_product_attention_{side}_wrapper"].operands) >= 3
 
