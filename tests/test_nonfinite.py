@@ -24,8 +24,7 @@ from jaxmp._core._compat import cudnn_version
 from jaxmp._programs._jaxprs import equations
 from jaxmp._programs._locations import Lines
 from jaxmp._tools.audit._trace import trace
-from jaxmp._tools.nonfinite import NonfiniteReport
-from jaxmp._tools.nonfinite._record import Program, Recorded, Recorder
+from jaxmp._tools.nonfinite import NonfiniteReport, _record, _walk
 from planted_nonfinite import HEAD, PLANTS
 from processes import run_script
 from sources import code_of, load_module, replace_expression
@@ -541,11 +540,11 @@ def test_kernels_of_cudnn_are_single_operations():
 
     x = jnp.ones((1, 128, 2, 64), jnp.bfloat16)
     with jaxmp.default_target("h100"):
-        program = Program(Recorder(), trace(step, (x,), {}).closed)
-        program.side.trace([x])
-    names = {e.primitive.name: e for _, e, _ in Recorded(program.recorder.regions, {}).equations()}
+        recorder = _record.Recorder()
+        _record.compiled(recorder, trace(step, (x,), {}).closed).trace([x])
+    names = {op.name: op for _, op in _walk.Walk(recorder, {}).operations()}
     for side in ("fwd", "bwd"):
-        assert len(names[f"dot_product_attention_{side}_wrapper"].invars) >= 3
+        assert len(names[f"dot_product_attention_{side}_wrapper"].operands) >= 3
 
 
 def test_a_select_between_a_scalar_and_a_literal():

@@ -360,11 +360,12 @@ class ModuleOutputs:
                 variables.setdefault(var, []).append(module)
         return variables
 
-
-def used_inside(equation: JaxprEqn, used: list[bool]) -> list[bool]:
-    """Returns which results of the jaxpr of an equation are used, for those of the equation."""
-    carried = sum(len(inner.carried) for inner in inners(equation))
-    return [True] * carried + used[carried:]
+    def used_inside(self, equation: JaxprEqn, phase: str) -> list[bool] | None:
+        """Returns which results of the jaxpr of an equation are used; None in a backward pass."""
+        if phase != FORWARD:
+            return None
+        carried = sum(len(inner.carried) for inner in inners(equation))
+        return [n < carried or var in self.consumers for n, var in enumerate(equation.outvars)]
 
 
 def _is_activation(var: Atom) -> bool:

@@ -94,12 +94,18 @@ def wide(x: Any) -> Any:
 
 
 def rounded_to(x: Array, dtype: Any) -> Array:
-    """Returns FP32 values rounded to a format; XLA may remove a plain pair of conversions."""
+    """Returns FP32 values rounded to a format of 16 bits or FP8; those of other dtypes unchanged.
+
+    XLA may remove a plain pair of conversions.
+    """
+    dtype = jnp.dtype(dtype) if isinstance(dtype, str) else dtype
+    if not is_narrow_dtype(dtype):
+        return x
     info = jnp.finfo(dtype)
     if info.nexp == 8:
         return lax.reduce_precision(x, 8, info.nmant)
     # `lax.reduce_precision` would replace subnormal numbers by zero.
-    narrow = lax.optimization_barrier(lax.convert_element_type(x, jnp.dtype(dtype)))
+    narrow = lax.optimization_barrier(lax.convert_element_type(x, dtype))
     return lax.convert_element_type(narrow, _core.FLOAT32)
 
 

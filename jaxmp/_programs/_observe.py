@@ -52,14 +52,12 @@ def modules_of(paths: Iterable[_jaxprs.Path]) -> Iterator[str]:
 class _Outer(NamedTuple):
     """State with which a jaxpr is run.
 
-    at: for each enclosing equation, its index and the identity of the jaxpr in it.
-    number: index of the innermost enclosing equation.
+    at: for each enclosing equation, its index, and the identity of the jaxpr that contains it.
     used: for each result, True if the forward pass uses it; None: all are used.
     cotangents: for each argument, True if the backward pass made it.
     """
 
     at: tuple[Any, ...] = ()
-    number: int = 0
     used: Sequence[bool] | None = None
     cotangents: Sequence[bool] = ()
 
@@ -69,7 +67,7 @@ class _Inside:
 
     def __init__(self, jaxpr: AnyJaxpr, place: Place, outer: _Outer) -> None:
         body, _ = _compat.jaxpr_body(jaxpr)
-        self.at = (*outer.at, outer.number, id(body))
+        self.at = (*outer.at, id(body))
         self.outputs = _analysis.ModuleOutputs(jaxpr, place, outer.used)
         self.cotangents: set[_jaxprs.Atom] = set(itertools.compress(body.invars, outer.cotangents))
         phases = [place.of(each).phase for each in _jaxprs.equations(body, inside=False)]
@@ -123,10 +121,8 @@ class Observer(Interpreter):
             for n, var in enumerate(inner.operands):
                 is_carry = place.phase == _jaxprs.BACKWARD and n in inner.carried
                 flags.append(is_carry or inside.is_cotangent(var))
-        used = [var in inside.outputs.consumers for var in equation.outvars]
-        used = _analysis.used_inside(equation, used) if place.phase == _jaxprs.FORWARD else None
-        state = _Outer(inside.at, frame.index, used, flags)
-        results = self.enter(equation, operands, frame, state)
+        used = inside.outputs.used_inside(equation, place.phase)
+        results = self.enter(equation, operands, frame, _Outer(at, used, flags))
         if place.phase == _jaxprs.BACKWARD:
             inside.cotangents.update(equation.outvars)
         for var, x in zip(equation.outvars, results, strict=True):

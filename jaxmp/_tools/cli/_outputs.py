@@ -117,8 +117,8 @@ def check_outputs(command: str, parameters: Mapping[str, object]) -> None:
       JaxmpError: if an output is a directory, or its directory does not exist or is not writable;
         if it would replace an input, another result, or any file but an earlier result.
     """
-    passed = {name: value for name, value in parameters.items() if value is not None}
-    outputs = {name: str(passed[name]) for name in ("json", "html") if name in passed}
+    passed = ((name, parameters.get(name)) for name in ("json", "html"))
+    outputs = {name: str(file) for name, file in passed if file is not None}
     used: dict[str, str] = {}
     inputs = [value for name, value in parameters.items() if name not in outputs]
     lists = (value if isinstance(value, list) else [value] for value in inputs)

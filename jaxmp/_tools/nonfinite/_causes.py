@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import ast
 import dataclasses
-import functools
 import math
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -17,8 +16,7 @@ from jaxmp._core import _compat
 from jaxmp._tools.audit import _checks
 from jaxmp._tools.fixes import _domains, _rewrite, _source
 from jaxmp._tools.nonfinite._measure import ArgumentRow, ArrayRow, Measured, ScaleArgument
-from jaxmp._tools.nonfinite._record import Region
-from jaxmp._tools.nonfinite._walk import MOVES, Operation, Origin, Variable, Walk
+from jaxmp._tools.nonfinite._walk import MOVES, Operation, Origin, Walk
 
 _LOGS = frozenset({"log", "log1p", "log2"})
 _EXPONENTIALS = frozenset({"exp", "exp2", "expm1", "sinh", "cosh"})
@@ -63,7 +61,6 @@ class NonfiniteEvidence:
       scale: the loss scale among the arguments.
       passing_scale: the largest smaller power of two with which the step is finite; None if there
         is none.
-      roots: scope paths of the program, which show the class of the root module.
       has_optimizer: True if the state of an optimizer is among the arguments.
     """
 
@@ -74,18 +71,16 @@ class NonfiniteEvidence:
     overflows_in_fp32: bool
     scale: ScaleArgument | None
     passing_scale: float | None
-    roots: dict[Any, None]
     has_optimizer: bool
 
-    @functools.cached_property
-    def findings(self) -> _checks.PendingFindings:
-        """Collects the edits of fixes."""
-        return _checks.PendingFindings(lambda _: False)
-
     @property
-    def op(self) -> Operation:
+    def operation(self) -> Operation:
         assert isinstance(self.origin.source, Operation)
         return self.origin.source
+
+    @property
+    def op(self) -> _checks.OpOccurrence:
+        return self.operation.op
 
     @property
     def result(self) -> ArrayRow:
@@ -98,23 +93,12 @@ class NonfiniteEvidence:
 
     def made_by(self, operand: int, through: frozenset[str] = MOVES) -> set[str]:
         """Returns the operation that computes an operand, and those before `through`."""
-        variable = Variable(self.op.region, self.op.at, self.op.equation.invars[operand])
-        return {op.name for op in self.walk.chain(variable, through)}
-
-    def expression(self, operation: Operation | None = None) -> _source.Expression:
-        """Returns the user's expression that makes an operation."""
-        region, _, number = operation or self.op
-        return _occurrence(region, number, self.findings).expression
-
-    @property
-    def frames(self) -> Sequence[Any]:
-        """The frames in which the operation was made, innermost first."""
-        traceback = self.op.equation.source_info.traceback
-        return () if traceback is None else traceback.frames
+        (variable,) = self.operation.variables([self.op.operands[operand]])
+        return {each.op.name for each in self.walk.chain(variable, through)}
 
     def is_in(self, package: str) -> bool:
         """Returns True if a package, and not the user's own code, makes the operation."""
-        files = [frame.file_name for frame in self.frames]
+        files = [code.co_filename for code in self.op.codes]
         outside = (file for file in files if "/jax/" not in file and "/jaxmp/" not in file)
         return f"/{package}/" in next(outside, "")
 
@@ -122,20 +106,11 @@ class NonfiniteEvidence:
         self, name: str, message: str, sentence: str, code: str, operation: Operation | None = None
     ) -> NonfiniteCause:
         """Returns a cause whose code replaces an expression; "" for a fix in words."""
-        edits = tuple(self.findings.edits)
+        edits = tuple(self.op.findings.edits)
         if not code or not edits:
             return NonfiniteCause(name, message, f"{sentence}.", "", operation)
         fix = f"{sentence}:\n    {code}"
         return NonfiniteCause(name, message, fix, edits[-1].old, operation, edits)
-
-
-def _occurrence(
-    region: Region, number: int, findings: _checks.PendingFindings
-) -> _checks.OpOccurrence:
-    """Returns an equation of a region in the form in which the audit reads it."""
-    outer = None if region.outer is None else _occurrence(region.outer, region.key[-1][0], findings)
-    equation, location = region.equations[number], region.locations[number]
-    return _checks.OpOccurrence(equation, location, 1, region.index, findings, outer)
 
 
 def cause_of(evidence: NonfiniteEvidence) -> NonfiniteCause:
@@ -155,16 +130,14 @@ def cause_of(evidence: NonfiniteEvidence) -> NonfiniteCause:
 
 def _where_gradient(e: NonfiniteEvidence) -> NonfiniteCause | None:
     shown = e.origin.operation
-    if not shown.is_backward:
+    if not shown.op.is_backward:
         return None
-    for row, var in zip(e.shown.operands, shown.equation.invars, strict=False):
-        for select in (
-            e.walk.chain(Variable(shown.region, shown.at, var), MOVES) if row.value == 0 else ()
-        ):
-            if select.name == "select_n" and select.is_backward:
-                inner = e.expression(shown)
-                code = _domains.double_where(e.expression(select), inner)
-                text = f"`{inner.text}`" if inner.text else shown.name
+    for row, variable in zip(e.shown.operands, shown.variables(shown.op.operands), strict=False):
+        for select in e.walk.chain(variable, MOVES) if row.value == 0 else ():
+            if select.op.name == "select_n" and select.op.is_backward:
+                inner = shown.op.expression
+                code = _domains.double_where(select.op.expression, inner)
+                text = f"`{inner.text}`" if inner.text else shown.op.name
                 message = (
                     f"The forward pass discards the result of {text} here, so its gradient is "
                     "zero, and the derivative is infinite: zero times infinity is NaN."
@@ -189,7 +162,7 @@ _MATRICES = {
 
 
 def _interval(e: NonfiniteEvidence) -> NonfiniteCause | None:
-    old = e.expression()
+    old = e.op.expression
     name = _rewrite.known_function(old)[0].rpartition(".")[2]
     if name not in _INTERVALS:
         return None
@@ -209,11 +182,11 @@ def _matrix(e: NonfiniteEvidence) -> NonfiniteCause | None:
 
 
 def _constant(e: NonfiniteEvidence) -> NonfiniteCause | None:
-    literals = [v.val for v in e.op.equation.invars if _programs.is_literal(v)]
+    literals = [v.val for v in e.op.operands if _programs.is_literal(v)]
     dtype = e.result.dtype
     if not any(np.ndim(x) == 0 and np.isinf(np.asarray(x, np.float32)) for x in literals):
         return None
-    code = _rewrite.with_finite_numbers(e.expression(), dtype) if dtype == "float16" else ""
+    code = _rewrite.with_finite_numbers(e.op.expression, dtype) if dtype == "float16" else ""
     message = f"{e.op.name} reads a constant that is infinite in {dtype}."
     sentence = "Use the largest number of the dtype in place of the constant"
     return e.cause(f"{dtype}_range", message, sentence, code) if code else None
@@ -222,14 +195,14 @@ def _constant(e: NonfiniteEvidence) -> NonfiniteCause | None:
 def _masked_softmax(e: NonfiniteEvidence) -> NonfiniteCause | None:
     position = {"div": 1, "log": 0}.get(e.op.name)
     of_sum = position is not None and {"reduce_sum", "exp"} <= e.made_by(position)
-    if not of_sum and not e.walk.is_masked_softmax(e.op):
+    if not of_sum and not e.walk.is_masked_softmax(e.operation):
         return None
     row = list(e.result.index[:-1] or e.result.index)
     if e.value(0) > 0:
         message = f"Logits of row {row} are inf: they are beyond the range of their dtype."
         fix = "Compute the logits in FP32, or scale the queries before their matmul."
         return NonfiniteCause("float16_range", message, fix)
-    code = _domains.at_least(e.expression(), _domains.LOWEST, "softmax")
+    code = _domains.at_least(e.op.expression, _domains.LOWEST, "softmax")
     message = f"All logits of row {row} are -inf: the mask hides every element of this row."
     sentence = "Bound the logits, so that such a row has equal weights"
     return e.cause("masked_softmax", message, sentence, code)
@@ -243,7 +216,7 @@ def _logarithm(e: NonfiniteEvidence) -> NonfiniteCause | None:
 
 
 def _of_log(e: NonfiniteEvidence, x: float, row: ArrayRow) -> NonfiniteCause:
-    old = e.expression()
+    old = e.op.expression
     name = "log_of_negative" if x < 0 else "log_of_zero"
     message = f"The logarithm reads {x:g} ({row.zero:.1%} of the {row.dtype} operand is zero)."
     stable = _domains.in_one_function(old)
@@ -260,7 +233,7 @@ def _root(e: NonfiniteEvidence) -> NonfiniteCause | None:
 
 
 def _of_root(e: NonfiniteEvidence, name: str, message: str) -> NonfiniteCause:
-    old = e.expression()
+    old = e.op.expression
     bound = _domains.EPS if "rsqrt" in old.text.partition("(")[0] else _domains.TINY
     code = _domains.norm(old) or _domains.at_least(old, bound, "root")
     return e.cause(name, message, "Keep the operand positive", code)
@@ -268,7 +241,7 @@ def _of_root(e: NonfiniteEvidence, name: str, message: str) -> NonfiniteCause:
 
 def _optimizer_of(e: NonfiniteEvidence) -> str:
     """Returns the optimizer of optax that contains the operation, such as "adam"."""
-    functions = (frame.function_name.partition(".")[0] for frame in e.frames)
+    functions = (code.co_qualname.partition(".")[0] for code in e.op.codes)
     scales = (name.removeprefix("scale_by_") for name in functions)
     return next((_OPTIMIZERS[scale] for scale in scales if scale in _OPTIMIZERS), "adam")
 
@@ -281,8 +254,8 @@ def _quotient(e: NonfiniteEvidence) -> NonfiniteCause | None:
     if x != 0 and not (np.isnan(x) and row.zero):
         return None
     made = e.made_by(position, MOVES | {"add", "sub"})
-    differentiated = e.op.region.locations[e.op.number].differentiated
-    old = e.expression()
+    differentiated = e.op.location.differentiated
+    old = e.op.expression
     is_call = isinstance(old.node, ast.Call)
     if is_call and old.text.partition("(")[0].rpartition(".")[2] in _LOGS:
         return _of_log(e, 0.0, row)
@@ -319,8 +292,8 @@ def _exponential(e: NonfiniteEvidence) -> NonfiniteCause | None:
         f"integer with a result in {dtype}."
         f"{' The step overflows in FP32 too.' * e.overflows_in_fp32}"
     )
-    stable = _domains.in_one_function(e.expression())
-    code = stable or _domains.at_most(e.expression(), bound, "exp")
+    stable = _domains.in_one_function(e.op.expression)
+    code = stable or _domains.at_most(e.op.expression, bound, "exp")
     return e.cause("exp_overflow", message, _IN_ONE if stable else "Bound the operand", code)
 
 
@@ -377,11 +350,9 @@ def _range_exceeded(e: NonfiniteEvidence) -> NonfiniteCause | None:
         f"The result reaches {size:g} in FP32, {size / largest:.3g} times the largest {dtype} "
         f"number, {largest:g}."
     )
-    module = _programs.module_of(
-        e.op.region.locations[e.op.number].names, _programs.root_of(e.roots)
-    )
+    module = e.walk.module(e.operation)
     if not module or not e.is_in("flax"):
-        code = _rewrite.in_fp32(e.expression())
+        code = _rewrite.in_fp32(e.op.expression)
         return e.cause(f"{dtype}_range", message, "Compute the operation in FP32", code)
     fix = (
         "Compute this module in FP32, before recipe.wrap:\n"

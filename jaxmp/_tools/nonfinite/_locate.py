@@ -13,7 +13,6 @@ from jaxmp._tools.audit import _trace
 from jaxmp._tools.fixes import _source, _trial
 from jaxmp._tools.nonfinite import _causes, _measure, _record
 from jaxmp._tools.nonfinite._measure import ArgumentRow, ArrayRow
-from jaxmp._tools.nonfinite._record import Region
 from jaxmp._tools.nonfinite._walk import Argument, Operation, Variable, Walk
 from jaxmp._tools.report._section import Fix, Located, Section, fix_parts, share_text
 from jaxmp._tools.report._views import Report
@@ -212,25 +211,27 @@ class _Search:
 
     def __init__(self, traced: _trace.Traced) -> None:
         self.traced, self.scale = traced, _measure.scale_of(traced)
-        self.program = _record.Program(_record.Recorder(), traced.closed)
+        self.recorder = _record.Recorder()
+        self.run = _record.compiled(self.recorder, traced.closed)
         # The expressions that the fix replaces.
         self.edits: tuple[_source.Edit, ...] = ()
 
     def report(self) -> NonfiniteReport:
         arrays, scale = self.traced.arrays, self.scale
-        value = None if scale is None else scale.value
         bad = _measure.bad_arguments(self.traced)
         walk, roots = self._walk(arrays)
         if not roots and scale is not None and scale.of_skipped is not None:
-            value = scale.of_skipped
-            scale = dataclasses.replace(scale, value=value)
-            arrays = _measure.with_scale(arrays, scale.number, value)
+            scale = dataclasses.replace(scale, value=scale.of_skipped)
+            arrays = _measure.with_scale(arrays, scale.number, scale.value)
             walk, roots = self._walk(arrays)
+        value = None if scale is None else scale.value
         fields: dict[str, Any] = {"loss_scale": value, "arguments": tuple(bad.values())}
         origin = walk.origin(roots, _unused_results(walk))
         if not roots:
-            is_zero = walk.recorded.are_gradients_zero()
-            origin = walk.origin(_values_of_loss(walk), []) if is_zero else None
+            is_zero = walk.are_gradients_zero()
+            # The values inside of differentiated functions.
+            in_loss = lambda op: op.equation.outvars if op.location.differentiated else []
+            origin = walk.origin(walk.broken(in_loss), []) if is_zero else None
             reason = _reason(self.scale) + (_ZERO if is_zero else "")
             if origin is None or isinstance(origin.source, Argument):
                 return NonfiniteReport(reproduced=False, reason=reason, **fields)
@@ -249,15 +250,14 @@ class _Search:
             source, shown = origin.source, origin.operation
             made, measured = _measure.measure(self.traced.closed, arrays, [source, shown])
             overflows = self._overflows_in_fp32(arrays)
-            passing = self._passing_scale(arrays, value) if roots and value is not None else None
-            names = self.program.recorder.locations.names
+            passing = self._passing_scale(arrays, scale) if roots and scale is not None else None
             has_optimizer = any(self.traced.in_optimizer())
             evidence = _causes.NonfiniteEvidence(
-                walk, origin, made, measured, overflows, scale, passing, names, has_optimizer
+                walk, origin, made, measured, overflows, scale, passing, has_optimizer
             )
             cause = _causes.cause_of(evidence)
             self.edits = cause.edits
-            fields |= _location(cause.operation or shown, shown, names) | vars(measured)
+            fields |= _location(walk, cause.operation or shown, shown) | vars(measured)
             fields["index"] = next((row.index for row in measured.results if row.nonfinite), ())
         return NonfiniteReport(
             reproduced=True,
@@ -273,24 +273,23 @@ class _Search:
         walk, roots = self._walk(self.traced.arrays)
         origin = walk.origin(roots, _unused_results(walk))
         if origin is not None and isinstance(origin.source, Operation):
-            yield _programs.Lines().of(origin.operation.enclosing)
+            yield origin.operation.op.line
 
     def _walk(self, arrays: list[Any]) -> tuple[Walk, list[Variable]]:
-        walk = Walk(self.program(arrays))
+        walk = Walk(self.recorder, self.run(arrays))
         return walk, _roots(walk)
 
     def _overflows_in_fp32(self, arrays: list[Any]) -> bool:
         """Returns True if the first origin of the step in FP32 is an overflow."""
-        walk = Walk(_record.Program(_record.WideRecorder(), self.traced.closed)(arrays))
+        recorder = _record.WideRecorder()
+        walk = Walk(recorder, _record.compiled(recorder, self.traced.closed)(arrays))
         origin = walk.origin(_roots(walk), _unused_results(walk))
         return origin is not None and walk.is_overflow(origin)
 
-    def _passing_scale(self, arrays: list[Any], scale: float) -> float | None:
+    def _passing_scale(self, arrays: list[Any], scale: _measure.ScaleArgument) -> float | None:
         """Returns the largest power of two below a loss scale with which the step is finite."""
-        assert self.scale is not None
-        number = self.scale.number
-        passes = lambda n: not self._walk(_measure.with_scale(arrays, number, 2.0**n))[1]
-        low, high = (math.ceil(math.log2(n)) for n in (self.scale.minimum, scale))
+        passes = lambda n: not self._walk(_measure.with_scale(arrays, scale.number, 2.0**n))[1]
+        low, high = (math.ceil(math.log2(n)) for n in (scale.minimum, scale.value))
         if low >= high or not passes(low):
             return None
         while high - low > 1:
@@ -299,17 +298,14 @@ class _Search:
         return 2.0**low
 
 
-def _location(
-    lined: Operation, shown: Operation, names: dict[_programs.Path, None]
-) -> dict[str, Any]:
+def _location(walk: Walk, lined: Operation, shown: Operation) -> dict[str, Any]:
     """Returns the fields of a report on the location of an operation, and on another one's line."""
-    location = shown.region.locations[shown.number]
-    file, line = _programs.Lines().of(lined.enclosing)
+    file, line = lined.op.line
     repeats = [(region.is_on_devices, n) for region, n in shown.repeats()]
     return {
-        "module": _programs.module_of(location.names, _programs.root_of(names)),
-        "primitive": shown.name,
-        "phase": location.phase,
+        "module": walk.module(shown),
+        "primitive": shown.op.name,
+        "phase": shown.op.location.phase,
         "file": file,
         "line": line,
         "text": linecache.getline(file, line).strip() if file else "",
@@ -342,25 +338,14 @@ def _reason(scale: _measure.ScaleArgument | None) -> str:
 
 def _roots(walk: Walk) -> list[Variable]:
     """Returns the results that are not finite, and gradients whose finiteness the step checks."""
-    root, has_gradient = walk.recorded.root, walk.recorded.has_gradient
+    root = walk.regions[()]
+    has_gradient = any(op.location.differentiated for _, op in walk.operations())
     results = [
         Variable(root, (), var) for var in root.body.outvars if not _programs.is_literal(var)
     ]
-
-    def checked(region: Region, equation: Any, location: _programs.Location) -> list[Any]:
-        is_check = equation.primitive.name == "is_finite" and not location.differentiated
-        return equation.invars[:1] if is_check and has_gradient else []
-
-    return [*filter(walk.code, results), *_broken(walk, checked)]
-
-
-def _values_of_loss(walk: Walk) -> list[Variable]:
-    """Returns the values inside of differentiated functions that are not finite."""
-
-    def inside(_: Region, equation: Any, location: _programs.Location) -> list[Any]:
-        return equation.outvars if location.differentiated else []
-
-    return _broken(walk, inside)
+    is_check = lambda op: op.name == "is_finite" and not op.location.differentiated
+    checked = lambda op: op.operands[:1] if has_gradient and is_check(op) else []
+    return [*filter(walk.code, results), *walk.broken(checked)]
 
 
 def _unused_results(walk: Walk) -> list[Variable]:
@@ -368,24 +353,6 @@ def _unused_results(walk: Walk) -> list[Variable]:
 
     A loss that a step does not return is such a value.
     """
-
-    def unused(region: Region, equation: Any, location: _programs.Location) -> list[Any]:
-        is_forward = location.phase == _programs.FORWARD and location.differentiated
-        return [v for v in equation.outvars if is_forward and v not in region.index.consumers]
-
-    return _broken(walk, unused)
-
-
-def _broken(walk: Walk, choose: Callable[..., list[Any]]) -> list[Variable]:
-    """Returns the values that are not finite, of the variables that a function chooses.
-
-    Args:
-      walk: the walk.
-      choose: (region, equation, location) -> variables.
-    """
-    values = []
-    for region, equation, location in walk.recorded.equations():
-        chosen = choose(region, equation, location)
-        for at in walk.recorded.positions(region) if chosen else ():
-            values += [Variable(region, at, var) for var in chosen]
-    return list(filter(walk.code, values))
+    is_inside = lambda op: op.is_forward and op.location.differentiated
+    unread = lambda op: [v for v in op.equation.outvars if v not in op.body.consumers]
+    return walk.broken(lambda op: unread(op) if is_inside(op) else [])

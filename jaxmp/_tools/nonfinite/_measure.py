@@ -18,7 +18,7 @@ from jaxmp._core import Array, PyTree, _compat
 from jaxmp._tools.audit import _trace
 from jaxmp._tools.nonfinite import _record, _walk
 from jaxmp.errors import AuditError
-from jaxmp.optim import _roles, _skip
+from jaxmp.optim import _find, _roles
 
 # Smallest scale that a fix suggests: the default `min_scale` of `DynamicLossScale`.
 _SMALLEST_SCALE = 2.0**-14
@@ -133,9 +133,8 @@ def scale_of(traced: _trace.Traced) -> ScaleArgument | None:
 
 def last_step_was_skipped(tree: PyTree) -> bool:
     """Returns True if the counters in a state are those of a skipped step."""
-    is_state = lambda x: isinstance(x, _skip.SkipNonfiniteState)
-    states = [x for x in jax.tree.leaves(tree, is_leaf=is_state) if is_state(x)]
-    flags = [_compat.plain_array(state.stats.last_finite) for state in states]
+    states = _find.find(tree, _find.SkipNonfiniteState)
+    flags = [_compat.plain_array(state.stats.last_finite) for _, state in states]
     return any(not np.all(jax.device_get(flag)) for flag in flags)
 
 
@@ -231,7 +230,7 @@ def measure(closed: Any, arrays: list[Any], operations: list[_walk.Operation]) -
     """Runs a program again and returns the elements of some of its operations."""
     targets = [(op.region.key, op.number) for op in operations]
     recorder = _Operands(targets)
-    side = jax.device_get(_record.Program(recorder, closed, targets).side(arrays))
+    side = jax.device_get(_record.compiled(recorder, closed, targets)(arrays))
     measured = []
     for op, target in zip(operations, targets, strict=True):
         rows = jax.tree.map(lambda x, at=op.at: x[at], side[target])

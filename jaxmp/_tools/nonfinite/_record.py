@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import jax
@@ -19,8 +19,9 @@ from jax import lax
 from jax.extend.core import JaxprEqn
 
 from jaxmp import _core, _programs
-from jaxmp._core import _compat, is_float
-from jaxmp._programs import PROGRAM, Atom, Frame, Interpreter, Start
+from jaxmp._core import _compat
+from jaxmp._programs import PROGRAM, Frame, Interpreter, Start
+from jaxmp._tools.audit import _checks
 
 ZERO, FINITE, INFINITE, NAN = -1, 0, 1, 2
 # Iterations of a while loop that are recorded: the first ones and the last.
@@ -37,47 +38,44 @@ class Region:
       key: for each enclosing equation, its index and the identity of the jaxpr inside of it.
       body: the jaxpr.
       outer: the region that contains it; None for the whole program.
-      locations: location of each equation of the jaxpr.
+      recorder: the recorder of the program.
+
+    `slots` are the positions of the codes that are recorded: of variables, and of those elements
+    of an operand of a `select_n` that are selected, by the index of the equation and the operand.
     """
 
     key: Key
     body: Any
     outer: Region | None
-    locations: list[_programs.Location]
+    recorder: Recorder
 
     def __post_init__(self) -> None:
         self.index = _programs.Body(self.body)
-        self.equations = list(_programs.equations(self.body, inside=False))
-        arguments = (*self.body.constvars, *self.body.invars)
-        variables = (*arguments, *(v for e in self.equations for v in e.outvars))
-        self.slots = {var: n for n, var in enumerate(dict.fromkeys(variables))}
-        self.selected: dict[tuple[int, int], int] = {}
-        for n, equation in enumerate(self.equations):
-            if equation.primitive.name == "select_n":
-                for operand in range(1, len(equation.invars)):
-                    self.selected[n, operand] = len(self.slots) + len(self.selected)
-
-    @property
-    def equation(self) -> Any:
-        """The equation that runs the jaxpr; None for the whole program."""
-        return None if self.outer is None else self.outer.equations[self.key[-1][0]]
-
-    @property
-    def phase(self) -> str:
-        """The phase of the equation that runs the jaxpr."""
-        return (
-            _programs.FORWARD if self.outer is None else self.outer.locations[self.key[-1][0]].phase
-        )
-
-    @property
-    def enclosing(self) -> tuple[Any, ...]:
-        """The enclosing equations, innermost first."""
-        return () if self.outer is None else (self.equation, *self.outer.enclosing)
+        # The operation that runs the jaxpr; None for the whole program.
+        self.construct = None if self.outer is None else self.outer.operations[self.key[-1][0]]
+        outer = _programs.Location() if self.construct is None else self.construct.location
+        self.operations = [
+            _checks.OpOccurrence(
+                equation=each,
+                location=self.recorder.locations.of(each, outer),
+                times=1,
+                body=self.index,
+                findings=self.recorder.findings,
+                outer=self.construct,
+            )
+            for each in _programs.equations(self.body, inside=False)
+        ]
+        recorded: list[Any] = [*self.body.constvars, *self.body.invars]
+        for n, op in enumerate(self.operations):
+            recorded += op.equation.outvars
+            if op.name == "select_n":
+                recorded += ((n, operand) for operand in range(1, len(op.operands)))
+        self.slots = {each: n for n, each in enumerate(dict.fromkeys(recorded))}
 
     @functools.cached_property
     def inner(self) -> _programs.Inner | None:
         """The jaxpr with the variables of its equation; None for the whole program."""
-        inside = () if self.outer is None else _programs.inners(self.equation)
+        inside = () if self.construct is None else _programs.inners(self.construct.equation)
         return next((inner for inner in inside if inner.jaxpr is self.body), None)
 
     @property
@@ -108,6 +106,8 @@ class Recorder(Interpreter):
 
     Attributes:
       regions: the regions, known after the program was traced.
+      locations: the locations of its equations.
+      findings: the edits of fixes.
     """
 
     consequence = "a value that is not finite is followed to it, and not to the operations inside"
@@ -119,45 +119,39 @@ class Recorder(Interpreter):
         super().__init__()
         self.regions: dict[Key, Region] = {}
         self.locations = _programs.Locations()
+        self.findings = _checks.PendingFindings(lambda _: False)
 
     def run(self, jaxpr: Any, args: Sequence[Any], start: Start = PROGRAM) -> list[Any]:
         if start.state is None:  # the test of a while loop
             return super().run(jaxpr, args, start)
         body, consts = _compat.jaxpr_body(jaxpr)
-        region = self._region(body, *start.state)
+        outer, index = start.state
+        key = () if outer is None else (*outer.key, (index, id(body)))
+        if key not in self.regions:
+            self.regions[key] = Region(key, body, outer, self)
+        region = self.regions[key]
         pairs = zip((*body.constvars, *body.invars), (*consts, *args), strict=True)
-        codes = {region.slots[var]: code_of(value) for var, value in pairs}
+        codes = {var: code_of(value) for var, value in pairs}
         results = super().run(jaxpr, args, start._replace(state=(region, codes)))
-        row = [*(codes[n] for n in range(len(codes))), jnp.int8(1)]
+        row = [*map(codes.__getitem__, region.slots), jnp.int8(1)]
         self.side[region.key] = lax.concatenate(
             [lax.reshape(code, (1,)) for code in _programs.vary_as_here(row)], 0
         )
         return results
-
-    def _region(self, body: Any, outer: Region | None, index: int) -> Region:
-        key = () if outer is None else (*outer.key, (index, id(body)))
-        if key not in self.regions:
-            location = _programs.Location() if outer is None else outer.locations[index]
-            inside = _programs.equations(body, inside=False)
-            locations = [self.locations.of(inner, location) for inner in inside]
-            self.regions[key] = Region(key, body, outer, locations)
-        return self.regions[key]
 
     def equation(self, equation: JaxprEqn, operands: list[Any], frame: Frame) -> list[Any]:
         if frame.state is None:
             return self.enter(equation, operands, frame)
         region, codes = frame.state
         results = self.enter(equation, operands, frame, (region, frame.index))
-        codes.update(
-            (region.slots[v], code_of(x)) for v, x in zip(equation.outvars, results, strict=True)
-        )
+        codes.update(zip(equation.outvars, map(code_of, results), strict=True))
         if equation.primitive.name == "select_n":
             which = lax.convert_element_type(operands[0], jnp.int32)
             for n, case in enumerate(operands[1:]):
                 chosen = lax.eq(which, lax.full_like(which, n))
                 shape = np.shape(case)  # a literal of a scalar has no attribute `shape`
                 chosen = chosen if chosen.shape == shape else lax.broadcast(chosen, shape)
-                codes[region.selected[frame.index, n + 1]] = code_of(case, chosen)
+                codes[frame.index, n + 1] = code_of(case, chosen)
         return results
 
 
@@ -196,85 +190,19 @@ def on_device(x: Any) -> Any:
     return jax.device_put(x, jax.memory.Space.Device) if is_on_host else x
 
 
-@dataclasses.dataclass(frozen=True)
-class Recorded:
-    """Codes of one run.
+def compiled(recorder: Recorder, closed: Any, keys: Collection[Any] = ()) -> Any:
+    """Returns a compiled function of the arguments of a program that runs it with a recorder.
 
-    Attributes:
-      regions: the regions of the program.
-      arrays: key of a region -> codes, with an axis for each enclosing loop and `shard_map`.
+    Args:
+      recorder: the recorder.
+      closed: the program.
+      keys: keys of the side results to return; () for all.
     """
 
-    regions: dict[Key, Region]
-    arrays: dict[Key, np.ndarray]
+    def run(arrays: list[Any]) -> dict[Any, Any]:
+        recorder.side.clear()
+        recorder.run(closed, list(map(recorder.constant, arrays)), Start(state=(None, 0)))
+        return {key: recorder.side[key] for key in keys or recorder.side}
 
-    @property
-    def root(self) -> Region:
-        """The whole program."""
-        return self.regions[()]
-
-    def code(self, region: Region, at: tuple[int, ...], var: Atom) -> int:
-        """Returns the code of a variable at these iterations and devices, `FINITE` for zeros."""
-        if _programs.is_literal(var):
-            value = np.asarray(var.val)
-            is_float = jnp.issubdtype(value.dtype, jnp.inexact)
-            return max(int(code_of(jnp.asarray(value))), FINITE) if is_float else FINITE
-        return max(int(self.arrays[region.key][at][region.slots[var]]), FINITE)
-
-    def selected(self, region: Region, at: tuple[int, ...], index: int, operand: int) -> int:
-        """Returns the code of those elements of an operand that a `select_n` selects."""
-        return max(int(self.arrays[region.key][at][region.selected[index, operand]]), FINITE)
-
-    def ran(self, region: Region, at: tuple[int, ...]) -> bool:
-        """Returns True if a jaxpr ran at these iterations and devices."""
-        return bool(self.arrays[region.key][at][-1])
-
-    def positions(self, region: Region) -> Iterator[tuple[int, ...]]:
-        """Yields the iterations and devices at which a jaxpr ran."""
-        ran = self.arrays[region.key][..., -1]
-        yield from (tuple(map(int, at)) for at in np.argwhere(ran))
-
-    def equations(self) -> Iterator[tuple[Region, Any, _programs.Location]]:
-        """Yields (region, equation, location) of each equation."""
-        for region in self.regions.values():
-            for equation, location in zip(region.equations, region.locations, strict=True):
-                yield region, equation, location
-
-    @property
-    def has_gradient(self) -> bool:
-        """True if the program differentiates a function."""
-        return any(location.differentiated for *_, location in self.equations())
-
-    def are_gradients_zero(self) -> bool:
-        """Returns True if the program has gradients, and all of their elements are zero."""
-        codes: set[int] = set()
-        for region in self.regions.values():
-            phases = [location.phase for location in region.locations]
-            variables = _programs.gradients_of(region.body, phases, region.phase)
-            slots = [region.slots[var] for var in variables if is_float(var.aval)]
-            rows = self.arrays[region.key]
-            codes |= set(np.unique(rows[rows[..., -1] == 1][..., slots]))
-        return codes == {ZERO}
-
-    def inside(self, region: Region, index: int) -> list[Region]:
-        """Returns the regions that an equation runs, except the condition of a while loop."""
-        count = len(region.key)
-        keys = (k for k in self.regions if len(k) == count + 1 and k[:count] == region.key)
-        return [self.regions[key] for key in keys if key[-1][0] == index]
-
-
-class Program:
-    """Compiled program that runs a jaxpr with a recorder."""
-
-    def __init__(self, recorder: Recorder, closed: Any, keys: Collection[Any] = ()) -> None:
-        def run(arrays: list[Any]) -> dict[Any, Any]:
-            recorder.side.clear()
-            recorder.run(closed, list(map(recorder.constant, arrays)), Start(state=(None, 0)))
-            return {key: recorder.side[key] for key in keys or recorder.side}
-
-        self.recorder = recorder
-        # XLA must not leave out roundings.
-        self.side = jax.jit(run, compiler_options={"xla_allow_excess_precision": False})
-
-    def __call__(self, arrays: list[Any]) -> Recorded:
-        return Recorded(self.recorder.regions, jax.device_get(self.side(arrays)))
+    # XLA must not leave out roundings.
+    return jax.jit(run, compiler_options={"xla_allow_excess_precision": False})

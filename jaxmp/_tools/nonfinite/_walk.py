@@ -8,11 +8,17 @@ infinities are followed too: if an operation made them from finite values, it is
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
+import jax
+import jax.numpy as jnp
+import numpy as np
+
 from jaxmp import _core, _programs
-from jaxmp._tools.nonfinite._record import FINITE, INFINITE, NAN, Recorded, Region
+from jaxmp._tools.audit import _checks
+from jaxmp._tools.nonfinite import _record
+from jaxmp._tools.nonfinite._record import FINITE, INFINITE, NAN, Region
 
 At = tuple[int, ...]
 # Operations that move, scale or add the elements of an operand.
@@ -35,21 +41,13 @@ class Operation(NamedTuple):
     number: int
 
     @property
-    def equation(self) -> Any:
-        return self.region.equations[self.number]
+    def op(self) -> _checks.OpOccurrence:
+        """The equation with its location."""
+        return self.region.operations[self.number]
 
-    @property
-    def name(self) -> str:
-        return self.equation.primitive.name
-
-    @property
-    def is_backward(self) -> bool:
-        return self.region.locations[self.number].phase == _programs.BACKWARD
-
-    @property
-    def enclosing(self) -> tuple[Any, ...]:
-        """The equation and those that contain it, innermost first."""
-        return (self.equation, *self.region.enclosing)
+    def variables(self, atoms: Iterable[_programs.Atom]) -> list[Variable]:
+        """Returns variables of the jaxpr of the equation at the same iterations, on the device."""
+        return [Variable(self.region, self.at, atom) for atom in atoms]
 
     def repeats(self) -> list[tuple[Region, int]]:
         """Returns (region, iteration or device) of each enclosing loop and `shard_map`."""
@@ -58,11 +56,9 @@ class Operation(NamedTuple):
     @property
     def time(self) -> tuple[Any, ...]:
         """Position in the order of execution; devices come last."""
-        numbers = dict((id(region), n) for region, n in self.repeats())
-        order: list[int] = []
-        devices = []
+        numbers, order, devices = iter(self.at), list[int](), list[int]()
         for region in self.region.chain:
-            n = numbers.get(id(region), 0)
+            n = next(numbers) if region.is_repeated else 0
             if region.is_on_devices:
                 devices.append(n)
                 n = 0
@@ -105,18 +101,73 @@ class Origin:
     def operation(self) -> Operation:
         """The operation to report: a derivative belongs to the backward pass that reads it."""
         assert isinstance(self.source, Operation)
-        is_residual = self.via is not None and not self.source.is_backward
+        is_residual = self.via is not None and not self.source.op.is_backward
         return self.via if self.via is not None and is_residual else self.source
 
 
 class Walk:
-    """Walk over the recorded values of one run."""
+    """Walk over the recorded values of one run.
 
-    def __init__(self, recorded: Recorded) -> None:
-        self.recorded = recorded
+    Args:
+      recorder: the recorder of the run.
+      side: key of a region -> codes, with an axis for each enclosing loop and `shard_map`.
+    """
+
+    def __init__(self, recorder: _record.Recorder, side: dict[_record.Key, _core.Array]) -> None:
+        self.regions, self._codes = recorder.regions, jax.device_get(side)
+        self._names = recorder.locations.names
+
+    def module(self, operation: Operation) -> str:
+        """Returns the path of the module of an operation; "" for the root."""
+        root = _programs.root_of(self._names)
+        return _programs.module_of(operation.op.location.names, root)
 
     def code(self, variable: Variable) -> int:
-        return self.recorded.code(*variable)
+        """Returns the code of a variable, `FINITE` for zeros."""
+        region, at, var = variable
+        if not _programs.is_literal(var):
+            return max(int(self._codes[region.key][at][region.slots[var]]), FINITE)
+        is_float = jnp.issubdtype(np.asarray(var.val).dtype, jnp.inexact)
+        return max(int(_record.code_of(jnp.asarray(var.val))), FINITE) if is_float else FINITE
+
+    def results_code(self, operation: Operation) -> int:
+        """Returns the largest code of the results of an operation."""
+        return max(map(self.code, operation.variables(operation.op.equation.outvars)))
+
+    def operations(self) -> Iterator[tuple[Region, _checks.OpOccurrence]]:
+        """Yields each equation of the program and the region that contains it."""
+        for region in self.regions.values():
+            yield from ((region, op) for op in region.operations)
+
+    def positions(self, region: Region) -> Iterator[At]:
+        """Yields the iterations and devices at which a jaxpr ran."""
+        yield from (tuple(map(int, at)) for at in np.argwhere(self._codes[region.key][..., -1]))
+
+    def broken(self, choose: Callable[[_checks.OpOccurrence], list[Any]]) -> list[Variable]:
+        """Returns the values that are not finite, of the variables that a function chooses.
+
+        Args:
+          choose: equation -> variables.
+        """
+        values = []
+        for region, op in self.operations():
+            chosen = choose(op)
+            for at in self.positions(region) if chosen else ():
+                values += [Variable(region, at, var) for var in chosen]
+        return list(filter(self.code, values))
+
+    def are_gradients_zero(self) -> bool:
+        """Returns True if the program has gradients, and all of their elements are zero."""
+        codes: set[int] = set()
+        for region in self.regions.values():
+            phases = [op.location.phase for op in region.operations]
+            construct = region.construct
+            outer = _programs.FORWARD if construct is None else construct.location.phase
+            variables = _programs.gradients_of(region.body, phases, outer)
+            slots = [region.slots[var] for var in variables if _core.is_float(var.aval)]
+            rows = self._codes[region.key]
+            codes |= set(np.unique(rows[rows[..., -1] == 1][..., slots]))
+        return codes == {_record.ZERO}
 
     # -- navigation --------------------------------------------------------------------------
 
@@ -128,7 +179,7 @@ class Walk:
         index = region.index.positions.get(var)
         if index is None:
             yield from self._outside(region, at, region.body.invars.index(var))
-        elif region.equations[index].primitive.name in _programs.CONSTRUCTS:
+        elif region.operations[index].name in _programs.CONSTRUCTS:
             yield from self._inside(Operation(region, at, index), var)
         else:
             yield Operation(region, at, index)
@@ -151,11 +202,13 @@ class Walk:
     def _inside(self, operation: Operation, var: _programs.Atom) -> Iterator[Variable]:
         """Yields the variables inside of a construct that become its result."""
         region, at, index = operation
-        number = list(operation.equation.outvars).index(var)
-        for below in self.recorded.inside(region, index):
+        number = list(operation.op.equation.outvars).index(var)
+        for below in self.regions.values():
+            if below.outer is not region or below.key[-1][0] != index:
+                continue
             assert below.inner is not None
             repeated = ((*at, n) for n in range(below.count())) if below.is_repeated else (at,)
-            positions = [each for each in repeated if self.recorded.ran(below, each)]
+            positions = [each for each in repeated if self._codes[below.key][each][-1]]
             if number < len(below.inner.carried):
                 last = slice(1) if below.inner.step < 0 else slice(-1, None)
                 if not positions:
@@ -168,9 +221,9 @@ class Walk:
         """Returns (operand, code) of an operation; of a collective, on all devices."""
         region, at, index = operation
         result = []
-        for n, var in enumerate(operation.equation.invars):
-            if (index, n) in region.selected:
-                code = self.recorded.selected(region, at, index, n)
+        for n, var in enumerate(operation.op.operands):
+            if (index, n) in region.slots:
+                code = self.code(Variable(region, at, (index, n)))
                 result.append((Variable(region, at, var), code))
                 continue
             for each in self._devices(operation):
@@ -180,7 +233,7 @@ class Walk:
 
     def _devices(self, operation: Operation) -> Iterator[At]:
         yield operation.at
-        if not any(isinstance(axis, str) for axis in _programs.mesh_axes_of(operation.equation)):
+        if not any(isinstance(axis, str) for axis in _programs.mesh_axes_of(operation.op.equation)):
             return
         for position, (region, _) in enumerate(operation.repeats()):
             if region.is_on_devices:
@@ -215,7 +268,7 @@ class Walk:
                 origins.append(origin)
                 continue
             operands = [v for v, code in self.operands(source) if code == INFINITE]
-            via = source if source.is_backward else origin.via
+            via = source if source.op.is_backward else origin.via
             deeper = self._ends(operands, follow_infinite=True, via=via)
             # A mask is a constant, which may be cast; other infinite logits are an overflow.
             if self.is_masked_softmax(source):
@@ -241,11 +294,8 @@ class Walk:
                 if self.code(node):
                     waiting += [(maker, via) for maker in self.makers(node)]
             else:
-                below = node if node.is_backward else via
-                result = max(
-                    self.code(Variable(node.region, node.at, v)) for v in node.equation.outvars
-                )
-                operands = self.operands(node)
+                below = node if node.op.is_backward else via
+                result, operands = self.results_code(node), self.operands(node)
                 nan = [v for v, code in operands if code == NAN]
                 infinite = [v for v, code in operands if code == INFINITE]
                 if result == FINITE:
@@ -264,19 +314,18 @@ class Walk:
         Functions such as a quotient by zero, and kernels, are excluded.
         """
         source = origin.source
-        if isinstance(source, Argument) or source.name in NO_OVERFLOWS:
+        if isinstance(source, Argument) or source.op.name in NO_OVERFLOWS:
             return False
-        codes = [self.code(Variable(source.region, source.at, v)) for v in source.equation.outvars]
-        return max(codes) == INFINITE and not origin.from_infinite
+        return self.results_code(source) == INFINITE and not origin.from_infinite
 
     def is_masked_softmax(self, operation: Operation) -> bool:
         """Returns True for the difference of infinite logits and their infinite maximum."""
-        if operation.name != "sub":
+        if operation.op.name != "sub":
             return False
         (_, first), (largest, second) = self.operands(operation)[:2]
         if first != INFINITE or second != INFINITE:
             return False
-        return any(op.name == "reduce_max" for op in self.chain(largest, MOVES))
+        return any(each.op.name == "reduce_max" for each in self.chain(largest, MOVES))
 
     # -- makers through other operations -----------------------------------------------------
 
@@ -296,14 +345,12 @@ class Walk:
                 continue
             seen.add(operation)
             yield operation
-            if operation.name in through:
-                waiting += [
-                    Variable(operation.region, operation.at, v) for v in operation.equation.invars
-                ]
+            if operation.op.name in through:
+                waiting += operation.variables(operation.op.operands)
 
 
 def _is_cast(source: Operation | Argument) -> bool:
-    return isinstance(source, Operation) and source.name == "convert_element_type"
+    return isinstance(source, Operation) and source.op.name == "convert_element_type"
 
 
 def _order(origin: Origin) -> tuple[Any, ...]:

@@ -228,13 +228,8 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
 
 
-def plain_text(sections: Iterable[Section], width: int = WIDTH) -> str:
-    """Returns sections as text with aligned columns; long cells wrap, code does not."""
-    return "\n".join(line.text for line in text_lines(sections, width))
-
-
 def text_lines(sections: Iterable[Section], width: int = WIDTH) -> list[Line]:
-    """Returns the lines of a report.
+    """Returns the lines of a report, with aligned columns; long cells wrap, code does not.
 
     Args:
       sections: of the report.

@@ -45,10 +45,10 @@ class Report(abc.ABC):
         """Returns the sections of the short or the full report."""
 
     def __str__(self) -> str:
-        return _section.plain_text(self._sections(full=False))
+        return self.to_text()
 
     def __rich__(self) -> _core.RichRenderable:
-        return _Renderable(self._sections(full=False))
+        return self.to_rich()
 
     def to_text(self, *, full: bool = False, width: int = _section.WIDTH) -> str:
         """Returns the report as plain text, as `print(report)` does.
@@ -57,7 +57,7 @@ class Report(abc.ABC):
           full: False for the short report; True for everything.
           width: characters per line; only code may be longer.
         """
-        return _section.plain_text(self._sections(full), width)
+        return "\n".join(line.text for line in _section.text_lines(self._sections(full), width))
 
     def to_rich(self, *, full: bool = False) -> _core.RichRenderable:
         """Returns an object that rich prints in color, in the width of its console.

@@ -141,12 +141,6 @@ def with_stats(
     return measured
 
 
-class _Measured(_programs.Observer):
-    """Observer that computes the statistics of each tensor."""
-
-    measure = staticmethod(_measure.measure_tensor)
-
-
 class _Program:
     """Statistics of a traced step, as a function of the arrays among its arguments."""
 
@@ -162,7 +156,8 @@ class _Program:
         self.sampled = compiled(self.samples, static_argnums=1)
 
     def __call__(self, arrays: list[Any]) -> TrainingStats:
-        observer = _Measured()
+        observer = _programs.Observer()
+        observer.measure = _measure.measure_tensor
         results = observer.run(self.traced.closed, arrays)
         rows: dict[str, dict[str, _measure.TensorStats]] = {}
         counts: collections.Counter[tuple[str, str]] = collections.Counter()
@@ -192,7 +187,8 @@ class _Program:
     def samples(self, arrays: list[Any], name: str, scale: _core.Array) -> Samples:
         """Returns samples of the gradients and outputs of each module in a format."""
         emulation = Emulation(name, scale)
-        sampler = Sampler()
+        sampler = _programs.Observer()
+        sampler.measure = lambda x, *_: _core.sampled(x)
         sampler.run(*emulation.traced(self.traced.closed, arrays))
         samples: Samples = {}
         for key, module, sample in self._by_module(sampler):
@@ -339,10 +335,7 @@ class Emulation(_programs.Interpreter):
         is_inside = self.name and (place.scopes or is_matmul) and _programs.runs_in_fp32(equation)
         arrays = list(map(self.array, operands))
         if not is_inside or not any(map(_is_fp32, arrays)):
-            used = [var in outputs.consumers for var in equation.outvars]
-            used = (
-                _programs.used_inside(equation, used) if place.phase == _programs.FORWARD else None
-            )
+            used = outputs.used_inside(equation, place.phase)
             return _as_values(self.enter(equation, operands, frame, used), is_backward)
         is_wide = any(x.is_wide for x in operands) and name != "add_any"
         is_batch_sum = name == "reduce_sum" and 0 in _programs.axes_of(equation)
@@ -405,13 +398,6 @@ def _fp8(x: _core.Array, is_cotangent: bool) -> _core.Array:
 # ---------------------------------------------------------------------------
 # Errors
 # ---------------------------------------------------------------------------
-
-
-class Sampler(_programs.Observer):
-    """Observer that returns a regular subset of the elements of each tensor."""
-
-    def measure(self, x: _core.Array, *_: Any) -> _core.Array:
-        return _core.sampled(x)
 
 
 # Kind -> module -> samples of its tensors.

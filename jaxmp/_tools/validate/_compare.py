@@ -352,7 +352,11 @@ def _power(pairs: Sequence[SeedPair], metric: MetricChoice, limit: float, candid
 
 
 def compare_figures(
-    gradients: Sequence[GradientRow], training: TrainingRow, budget: Budget, steps: int, unit: float
+    gradients: Sequence[GradientRow],
+    training: TrainingRow,
+    budget: Budget,
+    steps: int,
+    unit: float,
 ) -> list[Comparison]:
     """Compares the errors of gradients and losses, and the skipped steps, with their budgets.
 
@@ -385,11 +389,8 @@ def _measured(name: str, value: float, budget: float, otherwise: str = _rows.FAI
 
 def overall(checks: Sequence[Comparison]) -> Comparison:
     """Returns the comparison that decides: the first that fails, or else differs, and so on."""
-    for verdict in (_rows.FAIL, _rows.DIFFERS, _rows.INCONCLUSIVE):
-        for check in checks:
-            if check.verdict == verdict:
-                return check
-    return checks[0]
+    order = (_rows.FAIL, _rows.DIFFERS, _rows.INCONCLUSIVE, _rows.PASS)
+    return min(checks, key=lambda check: order.index(check.verdict))
 
 
 # ---------------------------------------------------------------------------

@@ -31,15 +31,18 @@ _ORIGIN = 0.8
 
 
 class Trained(NamedTuple):
-    """Runs of one recipe, or their steps in one of its phases.
+    """Runs of one recipe, or their steps in one of its phases, and evidence for a diagnosis.
 
     Args:
       records: the runs of all seeds.
-      result: differences from the reference at the compared steps.
+      result: differences from the reference at the compared steps, and comparison of the training.
       phases: its phases.
       audits: audit of the step of each.
       lacks_masters: True if a parameter is stored in 16 bits and has no FP32 master.
       repeat: repeats a compared step without roundings.
+      gradient_budget: largest error of the gradient that passes.
+      trial: a compared step repeated without roundings; None if no gradients were compared.
+      note: the reason why a step was not repeated.
     """
 
     records: list[_rows.TrainingRecord]
@@ -48,37 +51,18 @@ class Trained(NamedTuple):
     audits: list[_report.AuditReport]
     lacks_masters: bool
     repeat: Callable[[int], _trials.Trial]
-
-
-class Evidence(NamedTuple):
-    """Everything that a diagnosis may use.
-
-    Args:
-      trained: the runs of the candidate.
-      gradient_budget: largest error of the gradient that passes.
-      trial: a compared step repeated without roundings; None if no gradients were compared.
-      note: the reason why a step was not repeated.
-    """
-
-    trained: Trained
-    gradient_budget: float
+    gradient_budget: float = 0.0
     trial: _trials.Trial | None = None
     note: str = ""
 
     @property
-    def result(self) -> _rows.CandidateResult:
-        """Differences at the compared steps, and comparison of the whole training."""
-        return self.trained.result
-
-    @property
     def scale(self) -> float:
         """Smallest loss scale of the runs."""
-        return min(min(record.loss_scales) for record in self.trained.records)
+        return min(min(record.loss_scales) for record in self.records)
 
     def findings(self, *checks: str) -> list[Finding]:
         """Returns the findings of some checks of the audit: errors, then warnings, by count."""
-        audits = self.trained.audits
-        findings = [each for audit in audits for each in (*audit.errors, *audit.warnings)]
+        findings = [each for audit in self.audits for each in (*audit.errors, *audit.warnings)]
         findings = [each for each in findings if each.check in checks]
         return sorted(findings, key=lambda each: (each.severity != "error", -each.count))
 
@@ -91,7 +75,8 @@ def diagnose(trained: Trained, gradient_budget: float) -> tuple[_rows.Cause, ...
 
     If there is none, and gradients were compared, the only item is the location of the error.
     """
-    evidence, rows = Evidence(trained, gradient_budget), trained.result.gradients
+    evidence = trained._replace(gradient_budget=gradient_budget)
+    rows = evidence.result.gradients
     try:
         trial = trained.repeat(_trials.step_to_repeat(rows)) if rows else None
         evidence = evidence._replace(trial=trial)
@@ -114,7 +99,7 @@ def diagnose(trained: Trained, gradient_budget: float) -> tuple[_rows.Cause, ...
 # ---------------------------------------------------------------------------
 
 
-def _underflow(evidence: Evidence) -> Diagnosis:
+def _underflow(evidence: Trained) -> Diagnosis:
     """Finds gradients that agree if float16 has the range of FP32."""
     trial = evidence.trial
     share = max((row.underflow for row in evidence.result.gradients), default=0.0)
@@ -138,11 +123,11 @@ def _underflow(evidence: Evidence) -> Diagnosis:
     )
 
 
-def _masters(evidence: Evidence) -> Diagnosis:
+def _masters(evidence: Trained) -> Diagnosis:
     # Updates of zero leave parameters unchanged in every dtype.
     rows = [row for row in evidence.result.gradients if row.update_ratio != 0]
     share = max((row.stalled - row.reference_stalled for row in rows), default=0.0)
-    if not evidence.trained.lacks_masters or share < _STALLED:
+    if not evidence.lacks_masters or share < _STALLED:
         return None
     return share, _rows.Cause(
         id="missing_masters",
@@ -158,7 +143,7 @@ def _masters(evidence: Evidence) -> Diagnosis:
     )
 
 
-def _overflow(evidence: Evidence) -> Diagnosis:
+def _overflow(evidence: Trained) -> Diagnosis:
     broken = [r for r in evidence.result.modules if r.activation_error == math.inf]
     if not broken:
         return None
@@ -171,10 +156,10 @@ def _overflow(evidence: Evidence) -> Diagnosis:
     )
 
 
-def _skipped(evidence: Evidence) -> Diagnosis:
+def _skipped(evidence: Trained) -> Diagnosis:
     """Finds steps that were skipped while the loss scale was too large."""
     training, share = evidence.result.training, evidence.result.training.skipped_share
-    is_finite = all(math.isfinite(record.losses[-1]) for record in evidence.trained.records)
+    is_finite = all(math.isfinite(record.losses[-1]) for record in evidence.records)
     if not training.skipped or not is_finite:
         return None
     low, _ = training.final_loss_scale
@@ -212,7 +197,7 @@ _COMPUTED = {
 _QUANTITIES = {"error": "gradient", "loss_error": "loss", "update_error": "update"}
 
 
-def _lines(evidence: Evidence) -> Diagnosis:
+def _lines(evidence: Trained) -> Diagnosis:
     """Finds the source line whose roundings alone cause an error that vanishes in FP32."""
     trial = evidence.trial
     if trial is None:
@@ -240,7 +225,7 @@ def _lines(evidence: Evidence) -> Diagnosis:
     return None
 
 
-def _is_scale(evidence: Evidence) -> bool:
+def _is_scale(evidence: Trained) -> bool:
     """Returns True if a loss scale may be the cause of an overflow: the forward pass agrees."""
     outputs = [row.activation_error or 0.0 for row in evidence.result.modules]
     return evidence.scale > 1 and max(outputs, default=0.0) < evidence.gradient_budget
@@ -303,7 +288,7 @@ def _line_fix(origin: _trials.LineOrigin, module: str, where: str) -> str:
 # ---------------------------------------------------------------------------
 
 
-def _patterns(evidence: Evidence, *, is_underflow: bool) -> list[Diagnosis]:
+def _patterns(evidence: Trained, *, is_underflow: bool) -> list[Diagnosis]:
     """Returns the forms of differences: those of states, and others at their first step.
 
     At later steps, the candidate's optimizer has a state of its own. Gradients that underflow are
@@ -350,7 +335,7 @@ _FIXES = {
 # ---------------------------------------------------------------------------
 
 
-def _located(evidence: Evidence) -> _rows.Cause:
+def _located(evidence: Trained) -> _rows.Cause:
     """Returns where the error arises: in the update, in a module, or after the compared steps."""
     rows, origin = evidence.result.gradients, evidence.result.origin
     error = max((row.error for row in rows), default=0.0)
@@ -449,13 +434,13 @@ def find_origin(modules: Sequence[_rows.ModuleRow]) -> _rows.ErrorOrigin:
     name = lambda row: "" if row is None else module_text(row.module)
     texts = []
     if first is not None:
-        size = _rows.percent(first.activation_error or 0.0)
+        size = _rows.percent(first.activation_error)
         texts.append(f"The error first appears in the output of {name(first)} ({size})")
     if growth is not None:
-        size = _rows.percent(growth.activation_error or 0.0)
+        size = _rows.percent(growth.activation_error)
         texts.append(f"it grows by a factor of {factor:.3g} in {name(growth)} (to {size})")
     if backward is not None:
-        size = _rows.percent(backward.gradient_error or 0.0)
+        size = _rows.percent(backward.gradient_error)
         texts.append(f"the gradient with the largest error is that of {name(backward)} ({size})")
     return _rows.ErrorOrigin(
         forward=name(first),

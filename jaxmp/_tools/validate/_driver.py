@@ -20,7 +20,7 @@ from jaxmp._tools.report._section import abbreviate, counted, grouped
 from jaxmp._tools.report._views import Interrupted
 from jaxmp._tools.validate import _budget, _compare, _probe, _report, _rows, _run, _train, _trials
 from jaxmp._tools.validate._diagnose import Trained, diagnose, find_origin
-from jaxmp._tools.validate._pure import PureRun, as_arrays, check_same_params, checksum
+from jaxmp._tools.validate._pure import as_arrays, check_same_params, checksum
 from jaxmp.errors import ValidationError
 
 _TEST = (
@@ -43,7 +43,7 @@ class Settings(NamedTuple):
 
     Args:
       recipes: the recipes by name, the reference first.
-      budgets: the budget of each candidate.
+      budgets: the budget of each candidate, by its name.
       directions: declared directions of metrics.
       plan: the report before the first run: the name of the reference, seeds and steps.
       earlier: the report whose runs are not repeated.
@@ -54,11 +54,6 @@ class Settings(NamedTuple):
     directions: Mapping[str, str]
     plan: _report.ValidationReport
     earlier: _report.ValidationReport = _report.ValidationReport()
-
-    @property
-    def candidates(self) -> list[str]:
-        """Names of the candidates."""
-        return list(self.budgets)
 
 
 def run_validation(
@@ -95,7 +90,7 @@ def _make_partial(
     return dataclasses.replace(
         report,
         runs=tuple(runs),
-        unfinished=tuple(name for name in settings.candidates if name not in results),
+        unfinished=tuple(name for name in settings.budgets if name not in results),
         notes=(note, *report.notes)[not note :],
     )
 
@@ -103,11 +98,11 @@ def _make_partial(
 def _make_report(settings: Settings, results: Mapping[str, Trained]) -> _report.ValidationReport:
     """Compares the candidates of `results` with the reference."""
     reference = results[settings.plan.reference]
-    names = [name for name in settings.candidates if name in results]
+    names = [name for name in settings.budgets if name in results]
     for name in names:
         _check_data(reference.records, results[name].records)
     trained = [record for name in names for record in results[name].records]
-    budgets, count = list(settings.budgets.values()), len(settings.candidates)
+    budgets, count = list(settings.budgets.values()), len(settings.budgets)
     metrics = _budget.choose_metrics(reference.records, trained, settings.directions, budgets)
     training = _budget.choose_training(reference.records, trained, budgets)
     candidates = [
@@ -176,20 +171,6 @@ def _notes(
         )
 
 
-class _PhaseComparison(NamedTuple):
-    """Comparison of the steps of one phase.
-
-    Args:
-      decisive: the comparison that decides its verdict, with the name of the phase.
-      figures: the comparisons that have no interval.
-      trained: the runs of the candidate in this phase.
-    """
-
-    decisive: _rows.Comparison
-    figures: list[_rows.Comparison]
-    trained: Trained
-
-
 def _compare_candidate(
     settings: Settings,
     reference: Trained,
@@ -207,20 +188,21 @@ def _compare_candidate(
     """
     name, records = candidate.result.name, (reference.records, candidate.records)
     budget = settings.budgets[name]
-    shared = (metrics, budget, scale, len(settings.candidates))
+    shared = (metrics, budget, scale, len(settings.budgets))
     checks, pairs, power = _compare.compare_metrics(*records, *shared)
     parts = [
         _compare_phase(number, reference, candidate, shared)
         for number in range(len(candidate.phases))
     ]
     # Each figure is that of the phase in which it is worst.
-    figures = grouped([each for part in parts for each in part.figures], lambda each: each.name)
+    figures = grouped((each for part in parts for each in part.result.checks), lambda x: x.name)
     checks += map(_compare.overall, figures.values())
-    decisive, worst = _compare.overall(checks), _compare.overall([part.decisive for part in parts])
-    worst_part = next(part for part in parts if part.decisive is worst)
+    verdicts = [each for part in parts for each in part.result.phases]
+    decisive, worst = _compare.overall(checks), _compare.overall(verdicts)
+    worst_part = parts[verdicts.index(worst)]
     is_failed = decisive.verdict in (_rows.FAIL, _rows.DIFFERS)
-    causes = diagnose(worst_part.trained, budget.gradient) if is_failed else ()
-    phases = parts if len(parts) > 1 else []
+    causes = diagnose(worst_part, budget.gradient) if is_failed else ()
+    phases = verdicts if len(parts) > 1 else []
     where = worst.name if phases and decisive.verdict != _rows.PASS else ""
     return dataclasses.replace(
         candidate.result,
@@ -229,10 +211,10 @@ def _compare_candidate(
         headline=_headline(name, where, decisive, causes),
         causes=causes,
         checks=tuple(checks),
-        phases=tuple(part.decisive for part in phases),
+        phases=tuple(phases),
         pairs=tuple(pairs),
         power=power,
-        origin=worst_part.trained.result.origin,
+        origin=worst_part.result.origin,
         training=_compare.compare_training(*records, scale),
     )
 
@@ -242,13 +224,17 @@ def _compare_phase(
     reference: Trained,
     candidate: Trained,
     shared: tuple[Sequence[_rows.MetricChoice], _budget.Budget, _rows.MetricChoice, int],
-) -> _PhaseComparison:
+) -> Trained:
     """Compares one phase of a candidate with the same steps of the reference.
 
     Args:
       number: the phase.
       reference, candidate: the whole runs.
       shared: further arguments of `compare_metrics`.
+
+    Returns:
+      The runs of the candidate in this phase. Their result has the comparisons without an interval
+      as `checks`, and the one that decides as its only item of `phases`.
     """
     (_, budget, scale, _), phase = shared, candidate.phases[number]
     first, second = (
@@ -256,15 +242,19 @@ def _compare_phase(
     )
     result = phase.differences_of(candidate.result)
     training = _compare.compare_training(first, second, scale)
-    result = dataclasses.replace(result, origin=find_origin(result.modules), training=training)
     steps = (phase.stop - phase.start) * len(second)
     unit = scale.unit if scale.scale == "absolute" else 0.0
     figures = _compare.compare_figures(result.gradients, training, budget, steps, unit)
     decisive = _compare.overall([*_compare.compare_metrics(first, second, *shared)[0], *figures])
-    decisive = dataclasses.replace(decisive, name=phase.name)
+    result = dataclasses.replace(
+        result,
+        checks=tuple(figures),
+        phases=(dataclasses.replace(decisive, name=phase.name),),
+        origin=find_origin(result.modules),
+        training=training,
+    )
     audits = [candidate.audits[number]]
-    own = candidate._replace(records=second, result=result, phases=[phase], audits=audits)
-    return _PhaseComparison(decisive, figures, own)
+    return candidate._replace(records=second, result=result, phases=[phase], audits=audits)
 
 
 def _headline(
@@ -352,7 +342,7 @@ class _Trainer:
                 self._steps[step] = params, probe(arrays, batch)
                 return
             leaves, reference = self._steps[step]
-            candidate = probe(_with_leaves(run, arrays, leaves), batch)
+            candidate = probe(run.with_params(arrays, leaves), batch)
             result = _probe.with_step(result, step, reference, candidate)
 
         def train_one(seed: int) -> _rows.TrainingRecord:
@@ -376,9 +366,8 @@ class _Trainer:
                     self._on_step()
                 return record
             # Only the first seed is compared.
-            compared = compare if is_first else lambda *_: None
-            hooks = {"on_compare": compared, "on_step": self._on_step}
-            record = _train.train(name, seed, current, programs, plan, **hooks)
+            on_compare = compare if is_first else lambda *_: None
+            record = _train.train(name, seed, current, programs, plan, on_compare, self._on_step)
             return dataclasses.replace(record, initial_checksum=initial, program=traced)
 
         records = []
@@ -395,7 +384,7 @@ class _Trainer:
             current = _train.at_step(make(plan.seeds[0]), step)
             leaves, reference = self._steps[step]
             batch = as_arrays(next(itertools.islice(current.batches, step, None)))
-            arrays = _with_leaves(current, current.arrays, leaves)
+            arrays = current.with_params(current.arrays, leaves)
             return _trials.repeat_step(current, arrays, batch, step, reference)
 
         lacks_masters = any(_core.is_16bit(leaf.dtype) for leaf in jax.tree.leaves(params))
@@ -413,13 +402,6 @@ def _finished(name: str, settings: Settings) -> dict[int, _rows.TrainingRecord]:
     is_compared = has_verdict and earlier.seeds[:1] == settings.plan.seeds[:1]
     runs = {run.seed: run for run in earlier.runs if run.name == name}
     return {n: run for n, run in runs.items() if n != settings.plan.seeds[0] or is_compared}
-
-
-def _with_leaves(run: PureRun, arrays: _core.PyTree, leaves: _probe.Leaves) -> _core.PyTree:
-    """Returns a state with parameters by path."""
-    params = run.params(arrays)
-    new = _core.map_with_path(lambda path, _: leaves[_core.parameter_path(path)], params)
-    return run.with_params(arrays, new)
 
 
 def planned_report(

@@ -145,8 +145,9 @@ class _Run:
         return f"{module} ({line})" if module else line
 
     def unpaired(self, indices: Iterable[int]) -> list[int]:
-        """Returns the operations that compute, and have no counterpart."""
-        return [n for n in indices if n not in self.paired and _computes(self.records[n])]
+        """Returns the operations that compute or round floats, and have no counterpart."""
+        computes = lambda record: _walk.is_compared(record) or _is_cast(record)
+        return [n for n in indices if n not in self.paired and computes(self.records[n])]
 
 
 class _Search:
@@ -220,7 +221,7 @@ class _Search:
         for pair in pairs:
             whole = self._moved(train[pair.train].value, self.shift)
             for n, part in zip(pair.serve, pair.split(whole), strict=True):
-                part = _walk.in_stored_dtype(part, serve[n].dtype)
+                part = _programs.rounded_to(part, serve[n].dtype)
                 forced[n] = _walk.Change(value=lambda _, part=part: part)
         self._local, _ = self._run_with(forced)
         candidates = []
@@ -301,7 +302,7 @@ class _Search:
             for n, part in zip(pair.serve, pair.split(error), strict=True):
                 dtype = self.runs[1].records[n].dtype
                 corrected[n] = _walk.Change(
-                    value=lambda z, part=part, dtype=dtype: _walk.in_stored_dtype(z - part, dtype)
+                    value=lambda z, part=part, dtype=dtype: _programs.rounded_to(z - part, dtype)
                 )
         return corrected, self._run_with(corrected)[1]
 
@@ -405,7 +406,7 @@ class _Search:
                 continue
             for name in _FORMATS if jnp.issubdtype(x.dtype, jnp.floating) else ():
                 for run, a, b in zip(self.runs, (y, x), (x, y), strict=True):
-                    if jnp.array_equal(_walk.in_stored_dtype(a, jnp.dtype(name)), b):
+                    if jnp.array_equal(_programs.rounded_to(a, name), b):
                         return f"operand {n} is rounded to {name} in {run.name}"
             return f"operand {n} has other values"
         return ""
@@ -416,12 +417,6 @@ class _Search:
             return True
         is_move = index not in self._partner and self._local[index].primitive in _walk.MOVES
         return is_move and all(map(self._is_input, self._local[index].makers))
-
-
-def _computes(record: _walk.ResultRecord) -> bool:
-    """Returns True for an operation that computes or rounds floats."""
-    is_float = jnp.issubdtype(record.dtype, jnp.floating)
-    return is_float and (record.primitive not in _walk.MOVES or _is_cast(record))
 
 
 def _changes_shape(record: _walk.ResultRecord) -> bool:

@@ -200,13 +200,10 @@ def _stalled(before: PyTree, after: PyTree, grads: PyTree | None) -> Array:
 
 
 def _difference(x: Array, y: Array) -> Array:
-    return _stored(x) - _stored(y)
-
-
-def _stored(x: Array) -> Array:
-    """Returns a leaf in FP32 as it is stored: XLA may omit its rounding before a conversion."""
-    wide = x.astype(jnp.float32)
-    return _programs.rounded_to(wide, x.dtype) if _core.is_16bit(x.dtype) else wide
+    """Returns the difference of leaves in FP32 as they are stored."""
+    # XLA may omit their roundings before a conversion.
+    stored = lambda z: _programs.rounded_to(z.astype(jnp.float32), z.dtype)
+    return stored(x) - stored(y)
 
 
 # ---------------------------------------------------------------------------
@@ -233,13 +230,10 @@ def with_step(
 def gradient_row(step: int, reference: Probe, candidate: Probe) -> GradientRow:
     """Returns the difference of the gradients of all parameters at one step."""
     x, y = (joined(probe.grads, reference.grads) for probe in (reference, candidate))
-    total = difference(x, y)
     updates = (joined(probe.updates, reference.updates) for probe in (reference, candidate))
     return GradientRow(
         step=step,
-        error=total.error,
-        cosine=total.cosine,
-        norm=total.norm,
+        **difference(x, y)._asdict(),
         underflow=_underflow(x, y),
         nonfinite=float(np.mean(~np.isfinite(y))) if y.size else 0.0,
         stalled=candidate.stalled,

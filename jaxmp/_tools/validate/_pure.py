@@ -37,7 +37,8 @@ class PureRun(NamedTuple):
       step: (arrays, batch) -> (arrays, StepResult).
       evaluate: arrays -> metrics.
       params: arrays -> parameters, with FP32 masters where there are any.
-      with_params: (arrays, parameters) -> arrays, with the parameters cast to the storage dtypes.
+      with_params: (arrays, parameters by path) -> arrays, with the parameters cast to the storage
+        dtypes.
       opt_state: arrays -> state of the optimizer, with its loss scale and skipped steps.
       state: arrays -> all other leaves by path, such as statistics, averages and moments.
       audited: the function to audit, and the objects that precede the batch in its arguments.
@@ -49,7 +50,7 @@ class PureRun(NamedTuple):
     step: Callable[[PyTree, PyTree], tuple[PyTree, StepResult]]
     evaluate: Callable[[PyTree], dict[str, Array]]
     params: Callable[[PyTree], PyTree]
-    with_params: Callable[[PyTree, PyTree], PyTree]
+    with_params: Callable[[PyTree, Mapping[str, np.ndarray]], PyTree]
     opt_state: Callable[[PyTree], PyTree]
     state: Callable[[PyTree], dict[str, Array]]
     audited: tuple[Any, ...]
@@ -181,7 +182,8 @@ def _pure_tree(run: TrainingRun) -> PureRun:
     opened, initial = structure.unflatten, list(map(_strong, leaves))
     # The parameters of a state whose leaves are their own positions.
     stored = _stored(opened(range(len(leaves))))
-    of_params, of_collections = jax.tree.leaves(_inner(stored)), set(jax.tree.leaves(stored))
+    paths = {n: _core.parameter_path(path) for path, n in _core.leaves_with_path(_inner(stored))}
+    of_collections = set(jax.tree.leaves(stored))
 
     def step(arrays: PyTree, batch: PyTree) -> tuple[PyTree, StepResult]:
         out = run.step(opened(arrays), batch)
@@ -194,9 +196,9 @@ def _pure_tree(run: TrainingRun) -> PureRun:
         check_state(opened(arrays), out[0])
         return list(map(_strong, jax.tree.leaves(out[0]))), StepResult(loss, _inner(grads))
 
-    def with_params(arrays: PyTree, params: PyTree) -> PyTree:
-        new = dict(zip(of_params, jax.tree.leaves(params), strict=True))
-        return [jnp.asarray(new[n], x.dtype) if n in new else x for n, x in enumerate(arrays)]
+    def with_params(arrays: PyTree, params: Mapping[str, np.ndarray]) -> PyTree:
+        new = lambda n, x: jnp.asarray(params[paths[n]], x.dtype) if n in paths else x
+        return list(itertools.starmap(new, enumerate(arrays)))
 
     def state_of(arrays: PyTree) -> dict[str, Array]:
         leaves = enumerate(_core.leaves_with_path(opened(arrays)))
@@ -283,11 +285,11 @@ def _pure_nnx(run: TrainingRun, nodes: tuple[Any, ...]) -> PureRun:
         grads = None if grads is None else nnx.as_pure(nnx.state(grads, nnx.Param))
         return new, result._replace(grads=grads)
 
-    def with_params(arrays: PyTree, params: PyTree) -> PyTree:
+    def with_params(arrays: PyTree, params: Mapping[str, np.ndarray]) -> PyTree:
         live = objects(arrays)
-        like = nnx.as_pure(nnx.state(live[number], nnx.Param))
-        cast = lambda new, old: jnp.asarray(new, old.dtype)
-        nnx.update(live[number], jax.tree.map(cast, params, like))
+        new = lambda path, x: jnp.asarray(params[_core.parameter_path(path)], x.dtype)
+        stored = nnx.as_pure(nnx.state(live[number], nnx.Param))
+        nnx.update(live[number], _core.map_with_path(new, stored))
         return nnx.as_pure(nnx.split(live)[1])
 
     def opt_states(arrays: PyTree) -> list[PyTree]:

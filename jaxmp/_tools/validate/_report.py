@@ -43,6 +43,7 @@ import html
 import importlib
 import importlib.util
 import io
+import itertools
 import math
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -353,12 +354,9 @@ def _budgets(report: ValidationReport) -> list[float]:
 def _smoothed(values: Sequence[float]) -> list[float]:
     """Returns an exponential mean over about a fortieth of the values, without a bias."""
     keep = max(0.0, 1 - 40 / max(len(values), 1))
-    total = weight = 0.0
-    smooth = []
-    for value in values:
-        total, weight = keep * total + (1 - keep) * value, keep * weight + 1 - keep
-        smooth.append(total / weight)
-    return smooth
+    add = lambda total, value: keep * total + (1 - keep) * value
+    totals = itertools.accumulate(values, add, initial=0.0)
+    return [total / (1 - keep**count) for count, total in enumerate(totals) if count]
 
 
 # ---------------------------------------------------------------------------

@@ -454,15 +454,13 @@ def _modules(candidate: CandidateResult, full: bool) -> Section:
     """Returns a table with a row per module, and columns for its errors at the compared steps."""
     errors = {(row.module, row.step): row for row in candidate.modules}
     steps = sorted({row.step for row in candidate.modules})
-    largest: dict[str, float] = {}
-    for row in candidate.modules:  # in the order of the forward pass
-        largest[row.module] = max(largest.get(row.module, 0.0), row.gradient_error or 0.0)
-    modules = list(largest)
-    if not full:
-        modules = sorted(modules, key=lambda module: -largest[module])[:_MAX_MODULES]
+    # In the order of the forward pass.
+    groups = grouped(candidate.modules, lambda row: row.module)
+    largest = lambda module: max([0.0, *(row.gradient_error or 0.0 for row in groups[module])])
+    modules = list(groups) if full else sorted(groups, key=largest, reverse=True)[:_MAX_MODULES]
     text = "Relative errors on the same parameters and batch."
-    if len(modules) < len(largest):
-        text += f" The {len(modules)} largest errors of gradients of {len(largest)} modules."
+    if len(modules) < len(groups):
+        text += f" The {len(modules)} largest errors of gradients of {len(groups)} modules."
     quantities = [("output", "activation_error"), ("gradient", "gradient_error")]
     cells = tuple(
         (

@@ -123,13 +123,8 @@ _NO_NORM = -1.0
 _UNTRACEABLE = (jax.errors.ConcretizationTypeError, jax.errors.TracerArrayConversionError)
 
 
-class StepRow(NamedTuple):
-    """Measurements of one step."""
-
-    loss: _core.Array
-    norm: _core.Array
-    scale: _core.Array
-    skipped: _core.Array
+# Loss, norm of the gradient, loss scale, and number of skipped updates of one step.
+StepRow = tuple[_core.Array, _core.Array, _core.Array, _core.Array]
 
 
 class Program(NamedTuple):
@@ -159,7 +154,7 @@ def program_of(run: _pure.PureRun, known: dict[str, Callable[..., Any]]) -> Prog
         new, result = run.step(arrays, batch)
         skipped = _pure.skipped_of(run.opt_state(new)) - _pure.skipped_of(before)
         norm = jnp.float32(_NO_NORM) if result.grads is None else global_norm(result.grads)
-        return new, StepRow(result.loss, norm, _pure.loss_scale_of(before), skipped)
+        return new, (result.loss, norm, _pure.loss_scale_of(before), skipped)
 
     try:
         evaluate = known.setdefault(_hash(run.evaluate, run.arrays), jax.jit(run.evaluate))
@@ -195,7 +190,6 @@ def train(
     run: _pure.PureRun,
     programs: Mapping[int, Program],
     plan: _report.ValidationReport,
-    *,
     on_compare: OnCompare,
     on_step: _progress.OnStep,
 ) -> _rows.TrainingRecord:

@@ -194,18 +194,17 @@ def _named(recipes: RecipesLike) -> dict[str, _recipe.Recipe]:
             f"recipes={recipes!r} is not a list of recipes. Pass a list or a dict: "
             'recipes=["bf16", recipe], recipes={"mine": recipe}.'
         )
-    if isinstance(recipes, Mapping):
-        named = {str(name): _recipe.load_recipe(recipe) for name, recipe in recipes.items()}
-    else:
-        loaded = [(each, _recipe.load_recipe(each)) for each in recipes]
-        names = [each if isinstance(each, str) else recipe.name for each, recipe in loaded]
-        twice = sorted({name for name in names if names.count(name) > 1})
-        if twice:
+    named: dict[str, _recipe.Recipe] = {}
+    is_mapping = isinstance(recipes, Mapping)
+    for key, each in recipes.items() if is_mapping else ((each, each) for each in recipes):
+        recipe = _recipe.load_recipe(each)
+        name = str(key) if is_mapping or isinstance(each, str) else recipe.name
+        if name in named:
             raise ValidationError(
-                f"Two recipes have the name {twice[0]!r}. Pass a dict: "
+                f"Two recipes have the name {name!r}. Pass a dict: "
                 f"recipes={{'first': ..., 'second': ...}}."
             )
-        named = {name: recipe for name, (_, recipe) in zip(names, loaded, strict=True)}
+        named[name] = recipe
     if not named:
         raise ValidationError('recipes is empty. Pass some: recipes=["bf16"].')
     return named

@@ -139,7 +139,7 @@ class _Walk(_programs.Interpreter):
         ):
             dtype = getattr(var.aval, "dtype", np.dtype(bool))
             change = self._changes.get(len(self.records), Change())
-            x = x if name in _programs.MOVES else in_stored_dtype(x, change.dtype or dtype)
+            x = x if name in _programs.MOVES else _programs.rounded_to(x, change.dtype or dtype)
             self.records.append(
                 ResultRecord(inside.place.scopes, name, dtype, line, makers, arrays, x)
             )
@@ -180,11 +180,6 @@ class _Walk(_programs.Interpreter):
             line = self._lines.first_own(row.frames)
             self.records.append(ResultRecord(*parts, line, made, known, _programs.wide(row.value)))
         return [_Value(_programs.wide(x), index(n)) for x, n in results]
-
-
-def in_stored_dtype(x: _core.Array, dtype: np.dtype) -> _core.Array:
-    """Returns an FP32 array rounded to the dtype in which a program stores it."""
-    return _programs.rounded_to(x, dtype) if _programs.is_narrow_dtype(dtype) else x
 
 
 def walk(
@@ -347,7 +342,8 @@ def is_different(train: ResultRecord, serve: ResultRecord, value: _core.Array) -
       value: the value of serving, in the shape of that of training.
     """
     dtype = coarser(train.dtype, serve.dtype)
-    x, y = (np.asarray(in_stored_dtype(each, dtype), np.float64) for each in (train.value, value))
+    rounded = (_programs.rounded_to(each, dtype) for each in (train.value, value))
+    x, y = (np.asarray(each, np.float64) for each in rounded)
     finite = np.isfinite(x) & np.isfinite(y)
     if not (finite | (x == y) | (np.isnan(x) & np.isnan(y))).all():
         return True
