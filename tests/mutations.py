@@ -794,7 +794,7 @@ test_programs.py::test_facts_pass_through_constructs_in_both_directions
 """,
     "jaxmp/_programs/_constructs.py": r"""
 locate: a reversed scan runs forwards
-- -1 if scan.options["reverse"] else 1
+- -1 if equation.params["reverse"] else 1
 + 1
 test_nonfinite.py::test_the_iteration_of_a_reversed_scan_is_found
 
@@ -803,13 +803,6 @@ calls of `Traced` objects are not entered
 + "closed_call", "jit"
 test_autocast.py::test_the_call_of_a_traced_object_is_entered
 test_fp32_gradients.py::test_gradients_are_summed_in_fp32
-
-a scan that runs again loses its direction
-- for name in ("length", "reverse", "unroll")}
-+ for name in ("length", "unroll")}
-test_programs.py::test_running_a_construct_again_changes_nothing
-test_validate_capture.py::test_outputs_of_a_reversed_scan
-test_fp32_gradients.py::test_a_reversed_scan_of_layers_runs_backwards
 """,
     "jaxmp/_programs/_solutions.py": r"""
 products of data and solutions are rounded
@@ -860,8 +853,15 @@ the carry of a loop takes the dtype of the loop body
 test_autocast.py::test_transformations
 """,
     "jaxmp/_programs/_interpreter.py": r"""
+a scan that runs again loses its direction
+- "reverse": loop.step < 0
++ "reverse": False
+test_programs.py::test_running_a_construct_again_changes_nothing
+test_validate_capture.py::test_outputs_of_a_reversed_scan
+test_fp32_gradients.py::test_a_reversed_scan_of_layers_runs_backwards
+
 while loops of a vmap change the elements that ended
-- if loop.test.out_avals[0].ndim:
+- if condition.jaxpr.outvars[0].aval.ndim:
 + if False:
 test_programs.py::test_side_results_leave_constructs
 

@@ -109,10 +109,10 @@ def is_decision(module_policy: ModulePolicy, method: str) -> bool:
 
 def _count_of_fixed(equation: _compat.JaxprEqn) -> int:
     """Returns how many of the first results have the dtype of another array, such as a carry."""
-    form = _programs.form_of(equation)
-    if form is Form.SCAN:
-        return _programs.scan_of(equation).carry
-    is_fixed = form in (Form.WHILE, Form.BRANCH)
+    loop = _programs.loop_of(equation)
+    if loop is not None:
+        return len(loop.carried)
+    is_fixed = _programs.form_of(equation) is Form.BRANCH
     is_fixed = is_fixed or equation.primitive.name == "dynamic_update_slice"
     return len(equation.outvars) if is_fixed else 0
 

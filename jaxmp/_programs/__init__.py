@@ -30,7 +30,7 @@ from jaxmp._programs._bind import (
 )
 from jaxmp._programs._constructs import (
     BRANCHES, CALLS, CONSTRUCTS, CUSTOM_DERIVATIVES, LOOPS, OPAQUE_CALLS, REMATS, Form, Inner,
-    call_of, cond_of, form_of, inners, is_unknown, loop_of, scan_of, sub_jaxprs, while_of,
+    call_of, cond_of, form_of, inners, is_unknown, loop_of, sub_jaxprs,
 )
 from jaxmp._programs._in_place import InPlace
 from jaxmp._programs._interpreter import (

@@ -10,7 +10,7 @@ from __future__ import annotations
 import enum
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, TypeAlias, TypeGuard
+from typing import Any, NamedTuple, TypeGuard
 
 import jax
 from jax import lax
@@ -130,40 +130,6 @@ class Call(NamedTuple):
         return jax.checkpoint(function, prevent_cse=self.prevent_cse, policy=self.policy)
 
 
-_Parts: TypeAlias = tuple[list[Any], list[Any], list[Any]]
-
-
-def _split(operands: Sequence[Any], first: int, second: int) -> _Parts:
-    return list(operands[:first]), list(operands[first:second]), list(operands[second:])
-
-
-class Scan(NamedTuple):
-    """`lax.scan`: operands are constants, the carry and scanned arrays."""
-
-    jaxpr: Any
-    consts: int
-    carry: int
-    options: dict[str, Any]
-
-    def split(self, operands: Sequence[Any]) -> _Parts:
-        """Returns constants, carry and scanned operands."""
-        return _split(operands, self.consts, self.consts + self.carry)
-
-
-class While(NamedTuple):
-    """`lax.while_loop`: operands are constants of the test, constants of the body, the carry."""
-
-    test: Any
-    body: Any
-    test_consts: int
-    body_consts: int
-
-    def split(self, operands: Sequence[Any]) -> _Parts:
-        """Returns constants of the test, constants of the body, and the carry."""
-        first, second = self.test_consts, self.test_consts + self.body_consts
-        return _split(operands, first, second)
-
-
 class Cond(NamedTuple):
     """`lax.cond` and `lax.switch`: the first operand is the index of the branch.
 
@@ -233,20 +199,6 @@ def call_of(equation: Any) -> Call:
         params.get("prevent_cse", False),
         params.get("policy"),
     )
-
-
-def scan_of(equation: Any) -> Scan:
-    """Returns the record of a `scan`."""
-    params = equation.params
-    options = {name: params[name] for name in ("length", "reverse", "unroll")}
-    return Scan(params["jaxpr"], *_compat.scan_counts(params), options)
-
-
-def while_of(equation: Any) -> While:
-    """Returns the record of a `while`."""
-    params = equation.params
-    counts = params["cond_nconsts"], params["body_nconsts"]
-    return While(params["cond_jaxpr"], params["body_jaxpr"], *counts)
 
 
 def cond_of(equation: Any) -> Cond:
@@ -326,7 +278,7 @@ class Inner(NamedTuple):
       front of them are constants, and those behind them rows of scanned arrays.
     times: number of executions per execution of the equation; 1 for a while loop.
     step: -1 for a loop from the last row to the first.
-    is_unrolled: True for a loop that JAX compiles as one program of all its iterations.
+    unroll: of a scan, the number of iterations in one iteration of the compiled loop.
     """
 
     form: Form | None
@@ -338,7 +290,12 @@ class Inner(NamedTuple):
     carried: range
     times: int = 1
     step: int = 1
-    is_unrolled: bool = False
+    unroll: int = 0
+
+    @property
+    def is_unrolled(self) -> bool:
+        """True for a loop that JAX compiles as one program of all its iterations."""
+        return self.unroll >= self.times > 0
 
     @property
     def is_loop(self) -> bool:
@@ -355,6 +312,12 @@ class Inner(NamedTuple):
         """Number of iterations or devices; None if it depends on data."""
         return None if self.form is Form.WHILE else self.times
 
+    def split(self, operands: Sequence[Any]) -> tuple[list[Any], list[Any], list[Any]]:
+        """Returns the constants, the carry and the scanned arrays among the operands of a loop."""
+        args = [operands[n] for n in self.indices if n is not None]
+        start, stop = self.carried.start, self.carried.stop
+        return args[:start], args[start:stop], args[stop:]
+
     @property
     def incoming(self) -> list[Any]:
         """The arguments that are carried."""
@@ -370,18 +333,18 @@ def inners(equation: Any) -> list[Inner]:
     """Returns the jaxprs of an equation, each with its operands and results."""
     form, count = form_of(equation), len(equation.invars)
     if form is Form.WHILE:
-        loop = while_of(equation)
-        of_test, of_body, carry = loop.split(range(count))
-        test = _inner(equation, loop.test, [*of_test, *carry])._replace(results=[None])
-        carried = range(len(of_body), len(of_body) + len(carry))
-        return [test, _inner(equation, loop.body, [*of_body, *carry])._replace(carried=carried)]
+        params, indices = equation.params, range(count)
+        tests, consts = params["cond_nconsts"], params["body_nconsts"]
+        of_test = [*indices[:tests], *indices[tests + consts :]]
+        test = _inner(equation, params["cond_jaxpr"], of_test)._replace(results=[None])
+        body = _inner(equation, params["body_jaxpr"], indices[tests:])
+        return [test, body._replace(carried=range(count - tests)[consts:])]
     options: dict[str, Any] = {}
     if form is Form.SCAN:
-        scan = scan_of(equation)
-        options["carried"] = range(scan.consts, scan.consts + scan.carry)
-        options["times"] = scan.options["length"]
-        options["step"] = -1 if scan.options["reverse"] else 1
-        options["is_unrolled"] = scan.options["unroll"] >= scan.options["length"] > 0
+        consts, carry = _compat.scan_counts(equation.params)
+        options["carried"] = range(consts, consts + carry)
+        options["times"], options["unroll"] = equation.params["length"], equation.params["unroll"]
+        options["step"] = -1 if equation.params["reverse"] else 1
     elif form is Form.SHARDS:
         options["times"] = shard_map_of(equation).devices
     # The first operand of a branch is its index.

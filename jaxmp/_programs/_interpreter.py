@@ -258,33 +258,38 @@ class Interpreter:
         return results
 
     def _scan(self, equation: JaxprEqn, operands: list[Any], start: Start) -> list[Any]:
-        loop = _constructs.scan_of(equation)
+        (loop,) = _constructs.inners(equation)
         consts, carry, rows = loop.split(operands)
         consts = self.entered(consts, Entry.CALL, operands)
 
         def body(carry: list[Any], rows: list[Any]) -> Any:
-            run = lambda: self.run(loop.jaxpr, [*consts, *carry, *rows], start)
+            run = lambda: self.run(loop.recorded, [*consts, *carry, *rows], start)
             results, side = self._inside(lambda: self.left(run(), operands))
-            return results[: loop.carry], (results[loop.carry :], side)
+            count = len(loop.carried)
+            return results[:count], (results[count:], side)
 
         carry = self.entered(carry, Entry.CARRY, operands)
         rows = self.entered(rows, Entry.ROWS, operands)
-        carry, (stacked, side) = lax.scan(body, carry, rows, **loop.options)
+        options = {"length": loop.times, "reverse": loop.step < 0, "unroll": loop.unroll}
+        carry, (stacked, side) = lax.scan(body, carry, rows, **options)
         self._add_joined(side)
         return [*carry, *stacked]
 
     def _while(self, equation: JaxprEqn, operands: list[Any], start: Start) -> list[Any]:
-        loop = _constructs.while_of(equation)
-        of_test, of_body, carry = loop.split(operands)
+        condition, loop = _constructs.inners(equation)
+        of_body, carry, _ = loop.split(operands)
+        of_test = operands[: len(operands) - len(loop.indices)]
         of_test, of_body = (self.entered(v, Entry.CALL, operands) for v in (of_test, of_body))
         carry = self.entered(carry, Entry.CARRY, operands)
 
         def test(values: list[Any]) -> Array:
-            run = lambda: self.run(loop.test, [*of_test, *values], start._replace(state=None))
+            run = lambda: self.run(
+                condition.recorded, [*of_test, *values], start._replace(state=None)
+            )
             return self.array(self._inside(run)[0][0])
 
         def body(*carry: Any) -> tuple[list[Any], _Side]:
-            run = lambda: self.run(loop.body, [*of_body, *carry], start)
+            run = lambda: self.run(loop.recorded, [*of_body, *carry], start)
             return self._inside(lambda: self.left(run(), operands))
 
         none, count = self._absent(body, carry), self.stacked_iterations
@@ -292,7 +297,7 @@ class Interpreter:
         def step(carry: Any) -> Any:
             values, (stacked, *number) = carry
             results, side = body(*values)
-            if loop.test.out_avals[0].ndim:
+            if condition.jaxpr.outvars[0].aval.ndim:
                 # Under `vmap`, the loop runs until all elements ended, and keeps those that did.
                 runs = test(values)
                 where = lambda x: jnp.expand_dims(runs, range(runs.ndim, x.ndim))

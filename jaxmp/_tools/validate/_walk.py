@@ -123,10 +123,11 @@ class _Walk(_programs.Interpreter):
         if form is _programs.Form.SCAN:
             return self._scanned(equation, operands, inside)
         if form is _programs.Form.WHILE:
-            loop = _programs.while_of(equation)
-            of_test, of_body, carry = loop.split(operands)
-            while bool(self.run(loop.test, [*of_test, *carry], inside)[0].array):
-                carry = self.run(loop.body, [*of_body, *carry], inside)
+            test, loop = _programs.inners(equation)
+            of_body, carry, _ = loop.split(operands)
+            of_test = operands[: len(operands) - len(loop.indices)]
+            while bool(self.run(test.recorded, [*of_test, *carry], inside)[0].array):
+                carry = self.run(loop.recorded, [*of_body, *carry], inside)
             return carry
         if name == "call_exported":
             return self._exported(equation, operands, inside.place.scopes)
@@ -148,19 +149,18 @@ class _Walk(_programs.Interpreter):
         return values
 
     def _scanned(self, equation: JaxprEqn, operands: list[Any], inside: Start) -> list[Any]:
-        loop = _programs.scan_of(equation)
+        (loop,) = _programs.inners(equation)
         consts, carry, rows = loop.split(operands)
-        step = -1 if loop.options["reverse"] else 1
         stacked = []
-        for n in range(loop.options["length"])[::step]:
+        for n in range(loop.times)[:: loop.step]:
             row = [_Value(x.array[n], x.maker) for x in rows]
-            results = self.run(loop.jaxpr, [*consts, *carry, *row], inside)
-            carry = results[: loop.carry]
-            stacked.append(results[loop.carry :])
+            results = self.run(loop.recorded, [*consts, *carry, *row], inside)
+            carry = results[: len(carry)]
+            stacked.append(results[len(carry) :])
         if not stacked:
-            empty: list[Any] = [var.aval for var in equation.outvars[loop.carry :]]
+            empty: list[Any] = [var.aval for var in equation.outvars[len(carry) :]]
             return [*carry, *(self.constant(jnp.zeros(x.shape, x.dtype)) for x in empty)]
-        columns = zip(*stacked[::step], strict=True)
+        columns = zip(*stacked[:: loop.step], strict=True)
         return [*carry, *(_Value(jnp.stack([x.array for x in c]), c[-1].maker) for c in columns)]
 
     def _exported(
