@@ -183,21 +183,32 @@ selected values of a loss are rounded
 + return False
 test_autocast_decisions.py::test_a_loss_selects_values_in_fp32
 """,
-    "jaxmp/_autocast/_replay.py": r"""
-autocast does not see the 16-bit matmuls of a custom_vjp
-- if {_programs.array_aval(var).dtype for var in matmul.invars[:2]} == {_core.FLOAT32}:
-+ if True:
-test_audit.py::test_the_fix_of_precision_highest_names_who_sets_it
-
+    "jaxmp/_autocast/_in_place.py": r"""
 a carried value is weakly typed in the body of a scan
-- return Value(outer.to_aval(value, var.aval))
-+ return Value(outer.to_aval(value, var.aval), Priority.ARGUMENT)
+- Value(outer.to_aval(operands[n], equation.invars[n].aval))
++ Value(outer.to_aval(operands[n], equation.invars[n].aval), Priority.ARGUMENT)
 test_autocast.py::test_the_carry_of_a_scan_is_not_weakly_typed
 
 a carried value is weakly typed after a scan
 - return Value(array) if note is None else
 + return Value(array, Priority.ARGUMENT) if note is None else
 test_autocast.py::test_the_carry_of_a_scan_is_not_weakly_typed
+
+a jaxpr that was traced for other operands is used again
+- tuple(map(str, avals)), notes, self.key
++ tuple(map(str, avals)), self.key
+test_autocast.py::test_a_shared_function_runs_for_the_priorities_of_its_operands
+
+the carry of a loop takes the dtype of the loop body
+- outs[:fixed] = map(_as_result, outs[:fixed], avals)
++ outs[:fixed] = outs[:fixed]
+test_autocast.py::test_transformations
+""",
+    "jaxmp/_autocast/_replay.py": r"""
+autocast does not see the 16-bit matmuls of a custom_vjp
+- if {_programs.array_aval(var).dtype for var in matmul.invars[:2]} == {_core.FLOAT32}:
++ if True:
+test_audit.py::test_the_fix_of_precision_highest_names_who_sets_it
 
 a custom_vmap function stays in FP32 under autocast
 - is_own_vmap = equation.primitive.name == "custom_vmap_call" and
@@ -840,17 +851,6 @@ autocast does not see the norms of a distance below a square
 - square=sources[0], norms=terms[0].roots
 + square=sources[0]
 test_autocast_magnified.py::test_the_matmul_of_distances_and_its_gradients_are_fp32
-""",
-    "jaxmp/_programs/_in_place.py": r"""
-a jaxpr that was traced for other operands is used again
-- tuple(map(str, avals)), notes, self.key
-+ tuple(map(str, avals)), self.key
-test_autocast.py::test_a_shared_function_runs_for_the_priorities_of_its_operands
-
-the carry of a loop takes the dtype of the loop body
-- outs[:fixed] = map(self.as_result, outs[:fixed], avals)
-+ outs[:fixed] = outs[:fixed]
-test_autocast.py::test_transformations
 """,
     "jaxmp/_programs/_interpreter.py": r"""
 a scan that runs again loses its direction

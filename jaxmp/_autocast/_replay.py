@@ -10,16 +10,15 @@ from typing import Any
 
 import numpy as np
 from jax import Array
-from jax.core import ShapedArray
 
 from jaxmp import _core, _programs
 from jaxmp._autocast import _products, _resolve
 from jaxmp._autocast._decide import Consumers, Environment, decide, why_not_fp8
 from jaxmp._autocast._explain import IN_RULE, Recorder
+from jaxmp._autocast._in_place import InPlace
 from jaxmp._autocast._values import (
     Priority,
     Value,
-    is_castable_aval,
     returned,
     scalar_of,
     wrap,
@@ -28,7 +27,7 @@ from jaxmp._core import _compat
 from jaxmp._core._compat import AnyJaxpr, ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
 
-class Autocast(_programs.InPlace):
+class Autocast(InPlace):
     """Interpreter of one traced function, whose values are arrays with priorities.
 
     Args:
@@ -245,27 +244,6 @@ class Autocast(_programs.InPlace):
         place, uses = start
         call = object() if self.record is not None else place if self.lists_calls else None
         return self.scope_policies(jaxpr, place.scopes), call, place.phase, uses
-
-    def aval(self, var: Any, value: Value) -> ShapedArray:
-        return var.aval.update(dtype=value.dtype) if is_castable_aval(var.aval) else var.aval
-
-    def with_array(self, value: Value, array: Array) -> Value:
-        return dataclasses.replace(value, array=array)
-
-    def note(self, value: Value) -> tuple[Priority, bytes | None]:
-        return value.priority, None if value.scalar is None else value.scalar.tobytes()
-
-    def noted(self, array: Array, note: Any) -> Value:
-        return Value(array) if note is None else Value(array, note[0])
-
-    def array(self, value: Value) -> Any:
-        return value.array
-
-    def as_carry(self, value: Value, var: Any, outer: Environment) -> Value:
-        return Value(outer.to_aval(value, var.aval))
-
-    def as_result(self, value: Value, aval: ShapedArray) -> Value:
-        return Value(returned(value, None, aval.dtype)) if value.castable else value
 
     def scope_policies(
         self, jaxpr: AnyJaxpr, scope_path: _programs.Path

@@ -43,6 +43,10 @@ class Value:
     def dtype(self) -> np.dtype:
         return self.array.dtype
 
+    def with_array(self, array: Any) -> Value:
+        """Returns the value of another array with the same elements, such as a tracer of it."""
+        return dataclasses.replace(self, array=array)
+
     @property
     def castable(self) -> bool:
         return _core.is_castable(self.array)

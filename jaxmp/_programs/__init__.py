@@ -10,11 +10,10 @@ Read the modules in this order:
 2. `_bind` runs one equation again, with other operands, and in FP32.
 3. `_interpreter` runs a jaxpr: a loop over its equations, and one rule per construct. A client is a
    subclass that changes the values of variables, or single equations.
-4. `_in_place` keeps constructs as equations, and traces the jaxprs inside again.
-5. `_analysis` is for code that reads a program instead of running it: an index of one jaxpr, and
+4. `_analysis` is for code that reads a program instead of running it: an index of one jaxpr, and
    facts of variables that are propagated forward or backward through constructs, and the outputs
    of modules.
-6. `_observe` runs a program again, and measures the tensors of its modules.
+5. `_observe` runs a program again, and measures the tensors of its modules.
 
 Other rooms import the package as a whole: the names below.
 """
@@ -29,10 +28,10 @@ from jaxmp._programs._bind import (
     runs_in_fp32, wide,
 )
 from jaxmp._programs._constructs import (
-    BRANCHES, CALLS, CONSTRUCTS, CUSTOM_DERIVATIVES, LOOPS, OPAQUE_CALLS, REMATS, Form, Inner,
-    call_of, cond_of, form_of, inners, is_unknown, loop_of, sub_jaxprs,
+    BRANCHES, CALLS, CONSTRUCTS, CUSTOM_DERIVATIVES, LOOPS, OPAQUE_CALLS, REMATS, CustomJvp, Form,
+    Inner, call_of, cond_of, custom_jvp_of, custom_vmap_of, form_of, inners, is_unknown, loop_of,
+    parameters_with, shard_map_of, sub_jaxprs,
 )
-from jaxmp._programs._in_place import InPlace
 from jaxmp._programs._interpreter import (
     PROGRAM, Entry, Frame, Interpreter, Place, Start, vary_as_here,
 )

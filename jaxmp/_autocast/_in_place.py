@@ -1,4 +1,4 @@
-"""Interpreter that runs constructs in place: as the same equations, with jaxprs traced again.
+"""Interpreter of values that runs constructs in place: as the same equations, traced again.
 
 Calls, loops and branches keep all their options, such as donated operands, shardings, and the
 policy of a `jax.checkpoint`. A function that a program calls many times remains one jaxpr: it is
@@ -15,16 +15,16 @@ import jax.numpy as jnp
 from jax.core import ShapedArray
 from jax.custom_derivatives import SymbolicZero
 
+from jaxmp import _programs
+from jaxmp._autocast._decide import Environment
+from jaxmp._autocast._values import Priority, Value, is_castable_aval, returned
 from jaxmp._core import Array, PyTree, _compat
 from jaxmp._core._compat import AnyJaxpr, ClosedJaxpr, Jaxpr, JaxprEqn
-from jaxmp._programs import _constructs
-from jaxmp._programs._bind import bind
-from jaxmp._programs._interpreter import Interpreter, Place, Start
-from jaxmp._programs._jaxprs import array_aval
+from jaxmp._programs import Form, Place, Start, array_aval, bind
 
 
-class InPlace(Interpreter):
-    """Interpreter that runs constructs in place; a client overrides the methods on values."""
+class InPlace(_programs.Interpreter):
+    """Interpreter that runs constructs in place."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -34,85 +34,64 @@ class InPlace(Interpreter):
 
     def key(self, jaxpr: Jaxpr, start: Start) -> Hashable:
         """Returns all that determines how a jaxpr runs, beside the notes on its arguments."""
-        return start.place
+        raise NotImplementedError
 
-    def aval(self, var: Any, value: Any) -> ShapedArray:
-        """Returns the type of an argument of a jaxpr that has a value."""
-        return var.aval
-
-    def with_array(self, value: Any, array: Array) -> Any:
-        """Returns the value of an argument of a jaxpr, for that of the operand."""
-        return array
-
-    def note(self, value: Any) -> Hashable:
-        """Returns all that distinguishes a value from another one of the same type."""
-        return None
-
-    def noted(self, array: Array, note: Any) -> Any:
-        """Returns the value of a result with a note; None: of a loop or branch."""
-        return array
-
-    def as_carry(self, value: Any, var: Any, outer: Any) -> Any:
-        """Converts an operand that a loop carries to its recorded type."""
-        return value
-
-    def as_result(self, value: Any, aval: ShapedArray) -> Any:
-        """Converts a result that a loop carries, or a branch returns, to its recorded type."""
-        return value
+    def array(self, value: Value) -> Any:
+        return value.array
 
     def in_place(
-        self, equation: JaxprEqn, operands: list[Any], outer: Any, start: Start
-    ) -> list[Any]:
+        self, equation: JaxprEqn, operands: list[Value], outer: Environment, start: Start
+    ) -> list[Value]:
         """Runs a call, loop, branch or `shard_map` in place.
 
         Args:
           equation: the equation.
           operands: its operands.
-          outer: state of the client for the jaxpr that contains the equation.
-          start: location of the equation, and state of the client for the jaxprs; the test of a
-            while loop has none.
+          outer: state of the jaxpr that contains the equation.
+          start: location of the equation, and state for the jaxprs; the test of a while loop has
+            none.
         """
-        form, inside = _constructs.form_of(equation), _constructs.inners(equation)
+        form, inside = _programs.form_of(equation), _programs.inners(equation)
         operands = list(operands)
-        if form is _constructs.Form.SHARDS:
+        if form is Form.SHARDS:
             return self._on_shards(equation, operands, start)
         carried = {inner.indices[n] for inner in inside for n in inner.carried}
         for n in (n for n in carried if n is not None):
-            operands[n] = self.as_carry(operands[n], equation.invars[n], outer)
+            operands[n] = Value(outer.to_aval(operands[n], equation.invars[n].aval))
         new: dict[int, Any] = {}
         notes: list[Any] = []
         for inner in inside:
             args = [operands[n] for n in inner.indices if n is not None]
             # Results that must have their recorded types.
-            fixed = len(inner.results) if form is _constructs.Form.BRANCH else len(inner.carried)
-            is_test = form is _constructs.Form.WHILE and inner is inside[0]
+            fixed = len(inner.results) if form is Form.BRANCH else len(inner.carried)
+            is_test = form is Form.WHILE and inner is inside[0]
             own = start._replace(state=None) if is_test else start
             new[id(inner.recorded)], notes = self.retraced(inner.recorded, args, own, fixed)
         arrays = list(map(self.array, operands))
-        outs = bind(equation, arrays, **_constructs.parameters_with(equation, new))
-        return list(map(self.noted, outs, notes))
+        outs = bind(equation, arrays, **_programs.parameters_with(equation, new))
+        return list(map(_noted, outs, notes))
 
-    def _on_shards(self, equation: JaxprEqn, operands: list[Any], start: Start) -> list[Any]:
-        record, notes = _constructs.shard_map_of(equation), []
+    def _on_shards(self, equation: JaxprEqn, operands: list[Value], start: Start) -> list[Value]:
+        record, notes = _programs.shard_map_of(equation), []
 
         def shard(*arrays: Array) -> tuple[Array, ...]:
-            args = list(map(self.with_array, operands, arrays))
+            args = list(map(Value.with_array, operands, arrays))
             outs = self.run(record.jaxpr, args, start)
-            notes[:] = map(self.note, outs)
+            notes[:] = map(_note, outs)
             return tuple(map(self.array, outs))
 
         outs = record.run(shard, list(map(self.array, operands)))
-        return list(map(self.noted, outs, notes))
+        return list(map(_noted, outs, notes))
 
     def retraced(
-        self, jaxpr: AnyJaxpr, values: list[Any], start: Start, fixed: int = 0
+        self, jaxpr: AnyJaxpr, values: list[Value], start: Start, fixed: int = 0
     ) -> tuple[Any, list[Any]]:
         """Traces a jaxpr again for other values of its arguments.
 
         Args:
           jaxpr: open or closed.
           values: those of its arguments.
-          start: location of the equation that contains it, and state of the client for it.
+          start: location of the equation that contains it, and state for it.
           fixed: number of its first results that keep their recorded types.
 
         Returns:
@@ -120,18 +99,18 @@ class InPlace(Interpreter):
           that are fixed.
         """
         body, _ = _compat.jaxpr_body(jaxpr)
-        avals = [self.aval(var, value) for var, value in zip(body.invars, values, strict=True)]
-        notes = tuple(map(self.note, values))
+        avals = [_aval(var.aval, value) for var, value in zip(body.invars, values, strict=True)]
+        notes = tuple(map(_note, values))
         key = id(jaxpr), tuple(map(str, avals)), notes, self.key(body, start), fixed
         if key not in self._traced:
             results: list[Any] = []
 
             def run(*arrays: Array) -> list[Array]:
-                args = list(map(self.with_array, values, arrays))
+                args = list(map(Value.with_array, values, arrays))
                 outs = self.run(jaxpr, args, start)
-                results[:] = [None] * fixed + list(map(self.note, outs[fixed:]))
+                results[:] = [None] * fixed + list(map(_note, outs[fixed:]))
                 avals = [var.aval for var in body.outvars[:fixed]]
-                outs[:fixed] = map(self.as_result, outs[:fixed], avals)
+                outs[:fixed] = map(_as_result, outs[:fixed], avals)
                 return list(map(self.array, outs))
 
             new = _compat.jaxpr_like(jax.make_jaxpr(run)(*avals), jaxpr)
@@ -139,8 +118,8 @@ class InPlace(Interpreter):
         return self._traced[key][1:]
 
     def custom_jvp(
-        self, equation: JaxprEqn, operands: list[Any], start: Start, of_rule: Place
-    ) -> list[Any]:
+        self, equation: JaxprEqn, operands: list[Value], start: Start, of_rule: Place
+    ) -> list[Value]:
         """Runs a `custom_jvp` function and its rule, both for the current types of their operands.
 
         Args:
@@ -148,7 +127,7 @@ class InPlace(Interpreter):
             rule, of which the tangents are further results.
           of_rule: location in which the rule runs.
         """
-        function = _constructs.custom_jvp_of(equation)
+        function = _programs.custom_jvp_of(equation)
         jaxpr, notes = self.retraced(function.jaxpr, operands, start)
         avals = [array_aval(var) for var in equation.invars]
         out_avals = [var.aval for var in _compat.jaxpr_body(jaxpr)[0].outvars]
@@ -162,13 +141,11 @@ class InPlace(Interpreter):
                 for tangent, aval in zip(tangents, avals, strict=True)
             ]
             recorded, zeros_out = _rule_jaxpr(function, avals, zeros)
-            args = list(map(self.with_array, operands, primals))
-            args += [
-                self.noted(t, None) for t, zero in zip(tangents, zeros, strict=True) if not zero
-            ]
+            args = list(map(Value.with_array, operands, primals))
+            args += [Value(t) for t, zero in zip(tangents, zeros, strict=True) if not zero]
             moving = [aval for aval, zero in zip(out_avals, zeros_out, strict=True) if not zero]
             results = self.run(recorded, args, start._replace(place=of_rule))
-            outs = map(self.as_result, results, [*out_avals, *moving])
+            outs = map(_as_result, results, [*out_avals, *moving])
             arrays = list(map(self.array, outs))
             rest = iter(arrays[len(out_avals) :])
             tangents_out = [
@@ -179,15 +156,15 @@ class InPlace(Interpreter):
 
         call.defjvp(call_jvp, symbolic_zeros=function.symbolic_zeros)
         outs = call(*map(self.array, operands))
-        return list(map(self.noted, outs, notes))
+        return list(map(_noted, outs, notes))
 
-    def custom_vmap(self, equation: JaxprEqn, operands: list[Any], start: Start) -> list[Any]:
+    def custom_vmap(self, equation: JaxprEqn, operands: list[Value], start: Start) -> list[Value]:
         """Runs a `custom_vmap` function and its rule, both for the current types of their operands.
 
         Args:
           equation, operands, start: as in `in_place`.
         """
-        recorded, author_rule = _constructs.custom_vmap_of(equation)
+        recorded, author_rule = _programs.custom_vmap_of(equation)
         jaxpr, notes = self.retraced(recorded, operands, start)
         avals = [array_aval(var) for var in equation.invars]
         out_avals = [var.aval for var in _compat.jaxpr_body(jaxpr)[0].outvars]
@@ -206,16 +183,36 @@ class InPlace(Interpreter):
                 return out
 
             closed, out_shapes = jax.make_jaxpr(run, return_shape=True)(*shapes)
-            outs = self.run(closed, list(map(self.with_array, operands, arrays)), start)
-            outs = map(self.array, map(self.as_result, outs, out_avals))
+            outs = self.run(closed, list(map(Value.with_array, operands, arrays)), start)
+            outs = map(self.array, map(_as_result, outs, out_avals))
             return jax.tree.unflatten(jax.tree.structure(out_shapes), outs), batched[0]
 
         outs = bind(equation, list(map(self.array, operands)), call=jaxpr, rule=rule)
-        return list(map(self.noted, outs, notes))
+        return list(map(_noted, outs, notes))
+
+
+def _aval(aval: Any, value: Value) -> ShapedArray:
+    """Returns the type of an argument of a jaxpr, of the recorded type, that has a value."""
+    return aval.update(dtype=value.dtype) if is_castable_aval(aval) else aval
+
+
+def _note(value: Value) -> tuple[Priority, bytes | None]:
+    """Returns all that distinguishes a value from another one of the same type."""
+    return value.priority, None if value.scalar is None else value.scalar.tobytes()
+
+
+def _noted(array: Array, note: Any) -> Value:
+    """Returns the value of a result with a note; None: of a loop or branch."""
+    return Value(array) if note is None else Value(array, note[0])
+
+
+def _as_result(value: Value, aval: ShapedArray) -> Value:
+    """Converts a result that a loop carries, or a branch returns, to its recorded type."""
+    return Value(returned(value, None, aval.dtype)) if value.castable else value
 
 
 def _rule_jaxpr(
-    function: _constructs.CustomJvp, avals: Sequence[ShapedArray], zeros: list[bool]
+    function: _programs.CustomJvp, avals: Sequence[ShapedArray], zeros: list[bool]
 ) -> tuple[ClosedJaxpr, list[bool]]:
     """Traces a `custom_jvp` rule in the recorded dtypes.
 
