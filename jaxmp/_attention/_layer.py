@@ -18,7 +18,7 @@ from jax.typing import DTypeLike
 from jaxmp import _core
 from jaxmp._attention import _arguments, _declared, run_attention
 from jaxmp._attention._declared import Declaration
-from jaxmp._attention._plain import attend, weight_dropout
+from jaxmp._attention._plain import attend
 from jaxmp._policies._policy import Policy
 from jaxmp.errors import AttentionError
 
@@ -210,7 +210,7 @@ def layer_attention(
             *operands,
             bias=None if bias is None else _arguments.with_rank(bias, query.ndim),
             mask=None if visible is None else _arguments.with_rank(visible, query.ndim),
-            dropout=weight_dropout(**dropout),
+            **dropout,
             **weights,
         )
     batch = query.shape[:-3]

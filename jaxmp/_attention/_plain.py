@@ -25,9 +25,11 @@ def attend(
     *,
     bias: jax.Array | None,
     mask: jax.Array | None,
-    dropout: Callable[[jax.Array], jax.Array] | None,
-    sow: Callable[[jax.Array], Any] | None,
-    precision: lax.PrecisionLike,
+    dropout_rate: float,
+    dropout_rng: Any,
+    broadcast_dropout: bool,
+    sow: Callable[[jax.Array], Any] | None = None,
+    precision: lax.PrecisionLike = None,
     scale: float | jax.Array | None = None,
     wide_gradients: bool = False,
     qk_einsum: Callable[..., jax.Array] | None = None,
@@ -42,7 +44,9 @@ def attend(
       value: `[B..., S, K, V]`, of the dtype of `query`.
       bias: added to the scaled logits; broadcastable to `[B..., N, T, S]`.
       mask: bool, broadcastable to `[B..., N, T, S]`; False hides a key from a query.
-      dropout: applied to the weights `[B..., N, T, S]`; see `weight_dropout`.
+      dropout_rate: probability that a weight is dropped.
+      dropout_rng: key of the dropout; None for no dropout.
+      broadcast_dropout: True to drop the same weights for all batch entries and heads.
       sow: called with the weights before dropout.
       precision: of the matmuls, as in `jnp.einsum`.
       scale: of the logits; None for `H ** -0.5`.
@@ -67,8 +71,12 @@ def attend(
     weights = jax.nn.softmax(logits).astype(query.dtype)
     if sow is not None:
         sow(weights)
-    if dropout is not None:
-        weights = dropout(weights)
+    if dropout_rng is not None and dropout_rate != 0.0:
+        shape = weights.shape
+        if broadcast_dropout:
+            shape = (1,) * (weights.ndim - 2) + shape[-2:]
+        keep = jax.random.bernoulli(dropout_rng, 1.0 - dropout_rate, shape)
+        weights *= keep.astype(weights.dtype) / jnp.asarray(1.0 - dropout_rate, weights.dtype)
     einsum = value_einsum or functools.partial(jnp.einsum, precision=precision)
     out = einsum("...hqk,...khd->...qhd", weights, value)
     # A query that sees no key gives zero. The selection also blocks its gradient, so that none
@@ -138,31 +146,6 @@ def _masked(
     return logits, seeing
 
 
-def weight_dropout(
-    dropout_rate: float, dropout_rng: Any, broadcast_dropout: bool
-) -> Callable[[jax.Array], jax.Array] | None:
-    """Returns a function that applies dropout to weights `[B..., N, T, S]`; None for no dropout.
-
-    Args:
-      dropout_rate: probability that a weight is dropped.
-      dropout_rng: key of the dropout; None for no dropout.
-      broadcast_dropout: True to drop the same weights for all batch entries and heads.
-    """
-    rate = dropout_rate
-    if dropout_rng is None or rate == 0.0:
-        return None
-
-    def dropout(weights: jax.Array) -> jax.Array:
-        shape = weights.shape
-        if broadcast_dropout:
-            shape = (1,) * (weights.ndim - 2) + shape[-2:]
-        keep = jax.random.bernoulli(dropout_rng, 1.0 - rate, shape)
-        multiplier = keep.astype(weights.dtype) / jnp.asarray(1.0 - rate, weights.dtype)
-        return weights * multiplier
-
-    return dropout
-
-
 def xla_attention(args: AttentionArguments) -> Any:
     """Computes attention with the logits of all pairs in memory.
 
@@ -171,16 +154,15 @@ def xla_attention(args: AttentionArguments) -> Any:
       log-sum-exp `[B, T, N]` in FP32.
     """
     settings = args.settings
-    dropout = settings.dropout_rate, args.dropout_rng, settings.broadcast_dropout
     return attend(
         args.query,
         args.key,
         args.value,
         bias=args.bias,
         mask=whole_mask(args),
-        dropout=weight_dropout(*dropout),
-        sow=None,
-        precision=None,
+        dropout_rate=settings.dropout_rate,
+        dropout_rng=args.dropout_rng,
+        broadcast_dropout=settings.broadcast_dropout,
         scale=settings.scale if args.scale is None else args.scale,
         wide_gradients=settings.wide_gradients,
         residual=settings.residual,
