@@ -105,8 +105,7 @@ def _check_fit(argument: str, name: Path, sharding: NamedSharding, shape: tuple[
         )
 
     for dimension, (entry, size) in enumerate(zip(spec, shape, strict=False)):
-        axes = entry if isinstance(entry, tuple) else (entry,)
-        count = math.prod(sharding.mesh.shape[axis] for axis in axes if isinstance(axis, str))
+        count = math.prod(sharding.mesh.shape[axis] for axis in axis_names((entry,)))
         if size % count:
             whole = PartitionSpec(*spec[:dimension], None, *spec[dimension + 1 :])
             raise JaxmpError(
@@ -114,6 +113,12 @@ def _check_fit(argument: str, name: Path, sharding: NamedSharding, shape: tuple[
                 f"{shape}: {count} devices cannot share dimension {dimension} evenly. Leave it "
                 f"whole: {whole!r}."
             )
+
+
+def axis_names(spec: Iterable[object]) -> frozenset[str]:
+    """Returns the mesh axes of a partition spec."""
+    entries = (entry if isinstance(entry, tuple) else (entry,) for entry in spec)
+    return frozenset(name for entry in entries for name in entry if isinstance(name, str))
 
 
 def as_parts(names: Path) -> Path:

@@ -204,8 +204,7 @@ def _bytes(leaf: Any, sharding: NamedSharding) -> int:
 def _split_further(sharding: NamedSharding, shape: tuple[int, ...], axis: str) -> NamedSharding:
     """Splits an array over one more mesh axis, if one of its dimensions allows that."""
     spec = [*sharding.spec, *(None for _ in range(len(shape) - len(sharding.spec)))]
-    used = {name for entry in spec for name in (entry if isinstance(entry, tuple) else (entry,))}
-    if axis in used:
+    if axis in _core.axis_names(spec):
         return sharding
     for dimension, (entry, size) in enumerate(zip(spec, shape, strict=True)):
         if entry is None and size and size % sharding.mesh.shape[axis] == 0:

@@ -395,9 +395,9 @@ def _fsdp_axes(program: CompiledProgram, audit: _auditor.Auditor) -> set[str]:
     return of_weights & of_batch
 
 
-def _axes_of(sharding: object, dimensions: int | None = None) -> set[str]:
+def _axes_of(sharding: object, dimensions: int | None = None) -> frozenset[str]:
     """Returns the mesh axes that split the first dimensions of an array; None: all of them."""
-    return _hlo_collectives.axis_names(getattr(sharding, "spec", ())[:dimensions])
+    return _core.axis_names(getattr(sharding, "spec", ())[:dimensions])
 
 
 def _half_dtype(rows: Iterable[CollectiveRow]) -> str:

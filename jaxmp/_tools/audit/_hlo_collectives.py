@@ -240,12 +240,6 @@ def mesh_axes(instruction: Instruction, mesh: Mapping[str, int]) -> tuple[str, .
     return tuple(name for name, along in pairs if (along != along[:, :1]).any())
 
 
-def axis_names(spec: Sequence[object]) -> set[str]:
-    """Returns the mesh axes of a partition spec."""
-    entries = (entry if isinstance(entry, tuple) else (entry,) for entry in spec)
-    return {name for entry in entries for name in entry if isinstance(name, str)}
-
-
 def groups_of(instruction: Instruction, devices: int) -> np.ndarray | None:
     """Returns the groups of devices that send arrays to one another, each in a row."""
     text = instruction.rest

@@ -23,7 +23,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxmp import _programs
-from jaxmp._core import _compat, named
+from jaxmp._core import _compat, axis_names, named
 from jaxmp._programs import Form, Inner
 
 # Axes of the mesh that divide an array; None for one that depends on no argument, such as zeros,
@@ -288,9 +288,7 @@ class Liveness(_programs.Forward):
 
 def _axes_of(sharding: NamedSharding | None) -> frozenset[str]:
     """Returns the axes of the mesh that divide an array."""
-    spec = () if sharding is None else sharding.spec
-    parts = (part if isinstance(part, tuple) else (part,) for part in spec)
-    return frozenset(axis for part in parts for axis in part if isinstance(axis, str))
+    return axis_names(() if sharding is None else sharding.spec)
 
 
 def _bytes_of(aval: Any) -> int:
