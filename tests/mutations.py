@@ -2151,7 +2151,7 @@ moments are split along the last free dimension instead of the first
 test_sharding.py::test_moments_are_split_along_the_first_free_dimension
 
 moments are split over an axis that already splits their parameter
--     if axis in used:
+-     if axis in _core.axis_names(spec):
 +     if axis in spec[1:]:
 test_sharding.py::test_moments_are_split_along_the_first_free_dimension
 

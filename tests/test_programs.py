@@ -202,7 +202,7 @@ class Largest(Interpreter):
     def equation(self, equation, operands, frame):
         results = super().equation(equation, operands, frame)
         if equation.primitive.name == "sin":
-            scopes = frame.place.of(equation).scopes
+            scopes = frame.place.of(equation).names
             self.side["/".join(scopes)] = jnp.max(results[0]), jnp.array(True)
         return results
 

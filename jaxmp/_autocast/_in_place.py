@@ -20,7 +20,7 @@ from jaxmp._autocast._decide import Environment
 from jaxmp._autocast._values import Priority, Value, is_castable_aval, returned
 from jaxmp._core import Array, PyTree, _compat
 from jaxmp._core._compat import AnyJaxpr, ClosedJaxpr, Jaxpr, JaxprEqn
-from jaxmp._programs import Form, Place, Start, array_aval, bind
+from jaxmp._programs import Form, Location, Start, array_aval, bind
 
 
 class InPlace(_programs.Interpreter):
@@ -118,7 +118,7 @@ class InPlace(_programs.Interpreter):
         return self._traced[key][1:]
 
     def custom_jvp(
-        self, equation: JaxprEqn, operands: list[Value], start: Start, of_rule: Place
+        self, equation: JaxprEqn, operands: list[Value], start: Start, of_rule: Location
     ) -> list[Value]:
         """Runs a `custom_jvp` function and its rule, both for the current types of their operands.
 

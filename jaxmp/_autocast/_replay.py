@@ -119,7 +119,7 @@ class Autocast(InPlace):
         self, equation: JaxprEqn, operands: list[Value], frame: _programs.Frame
     ) -> list[Value]:
         place = frame.place.of(equation)
-        scope_path = place.scopes
+        scope_path = place.names
         self.seen.add(scope_path)
         self.has_backward |= place.phase == _programs.BACKWARD
         if place.phase == _programs.BACKWARD and self.config.scaling is not None:
@@ -147,10 +147,10 @@ class Autocast(InPlace):
         return "opaque" if self.is_as_written(equation) else self.config.category(equation)
 
     def run_construct(
-        self, equation: JaxprEqn, values: list[Value], env: Environment, place: _programs.Place
+        self, equation: JaxprEqn, values: list[Value], env: Environment, place: _programs.Location
     ) -> list[Value]:
         """Runs a call, loop, branch, or function with a custom derivative or `vmap`."""
-        name, scope_path = equation.primitive.name, place.scopes
+        name, scope_path = equation.primitive.name, place.names
         if name == "custom_vjp_call":
             return self.run_as_written(equation, env, values, scope_path)
         used = self.uses.facts_of_results(
@@ -164,8 +164,8 @@ class Autocast(InPlace):
         if self.config.scaling is not None:
             # Reverse mode transposes matmuls of the rule; those in FP8 have no transpose.
             scope_path = (*scope_path, _resolve.IN_CUSTOM_JVP)
-        of_rule = _programs.Place((*scope_path, _resolve.IN_JVP_RULE), place.phase)
-        start = start._replace(place=_programs.Place(scope_path, place.phase))
+        of_rule = place._replace(names=(*scope_path, _resolve.IN_JVP_RULE))
+        start = start._replace(place=place._replace(names=scope_path))
         return self.custom_jvp(equation, values, start, of_rule)
 
     def run_equation(
@@ -242,8 +242,8 @@ class Autocast(InPlace):
         # `Explanation.fp8` lists each location of a call, and `.autocast` counts each call, so
         # they do not share retraced jaxprs.
         place, uses = start
-        call = object() if self.record is not None else place if self.lists_calls else None
-        return self.scope_policies(jaxpr, place.scopes), call, place.phase, uses
+        call = object() if self.record is not None else place.names if self.lists_calls else None
+        return self.scope_policies(jaxpr, place.names), call, place.phase, uses
 
     def scope_policies(
         self, jaxpr: AnyJaxpr, scope_path: _programs.Path

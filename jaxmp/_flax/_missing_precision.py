@@ -60,7 +60,7 @@ class _WeightMatmuls(_programs.Forward):
         name = equation.primitive.name
         if name in _programs.MATMULS and any(operands):
             matmul = _programs.matmul_of(equation)
-            path = self._path(frame.place.of(equation).scopes)
+            path = self._path(frame.place.of(equation).names)
             # A function that `apply` calls with the model may multiply outside of all modules.
             if _core.FLOAT32 in (matmul.lhs, matmul.rhs) and path in self._modules:
                 self.found[not self._modules[path].is_low][path] = matmul.flops, equation

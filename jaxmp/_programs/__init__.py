@@ -33,7 +33,7 @@ from jaxmp._programs._constructs import (
     parameters_with, shard_map_of, sub_jaxprs,
 )
 from jaxmp._programs._interpreter import (
-    PROGRAM, Entry, Frame, Interpreter, Place, Start, vary_as_here,
+    PROGRAM, Entry, Frame, Interpreter, Start, vary_as_here,
 )
 from jaxmp._programs._jaxprs import (
     AUTOCAST, BACKWARD, FORWARD, QUANTIZE, RECOMPUTE, Atom, Equation, Path, Traced, array_aval,

@@ -39,9 +39,9 @@ import jax.numpy as jnp
 from jaxmp._core import _compat
 from jaxmp._core._compat import AnyJaxpr, JaxprEqn
 from jaxmp._programs._constructs import Form, Inner, form_of, inners
-from jaxmp._programs._interpreter import PROGRAM, Frame, Interpreter, Place, Start
+from jaxmp._programs._interpreter import PROGRAM, Frame, Interpreter, Start
 from jaxmp._programs._jaxprs import BACKWARD, FORWARD, Atom, Equation, Path, equations, is_literal
-from jaxmp._programs._locations import FULL_PRECISION
+from jaxmp._programs._locations import FULL_PRECISION, Location
 
 
 def primitives(jaxpr: AnyJaxpr) -> set[str]:
@@ -326,10 +326,10 @@ class Backward:
 class ModuleOutputs:
     """Consumers in the forward pass, and outputs of modules, of one jaxpr."""
 
-    def __init__(self, jaxpr: AnyJaxpr, place: Place, used: Sequence[bool] | None) -> None:
+    def __init__(self, jaxpr: AnyJaxpr, place: Location, used: Sequence[bool] | None) -> None:
         body, _ = _compat.jaxpr_body(jaxpr)
         located = [(each, place.of(each)) for each in equations(body, inside=False)]
-        self._forward = [(each, at.scopes) for each, at in located if at.phase == FORWARD]
+        self._forward = [(each, at.names) for each, at in located if at.phase == FORWARD]
         read = [(var, path) for each, path in self._forward for var in each.invars]
         used = [True] * len(body.outvars) if used is None else used
         returned = [(var, None) for var, is_used in zip(body.outvars, used, strict=True) if is_used]
@@ -338,7 +338,7 @@ class ModuleOutputs:
         for var, path in (*read, *returned):
             if not is_literal(var):
                 self.consumers.setdefault(var, []).append(path)
-        self.last = self._last_outputs(len(place.scopes))
+        self.last = self._last_outputs(len(place.names))
 
     def _last_outputs(self, outer: int) -> dict[Atom, list[Path]]:
         """Returns variable -> paths of the modules of which it is the output.

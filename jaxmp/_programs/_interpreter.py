@@ -39,20 +39,8 @@ from jaxmp._core import Array, PyTree, _compat
 from jaxmp._core._compat import AnyJaxpr, JaxprEqn
 from jaxmp._programs import _constructs
 from jaxmp._programs._bind import as_recorded, bind
-from jaxmp._programs._jaxprs import FORWARD, Path, is_literal, phase_of, scope_names
-from jaxmp._programs._locations import Lines
-
-
-class Place(NamedTuple):
-    """Location in a program: name scopes, and "forward", "backward" or "recompute"."""
-
-    scopes: Path = ()
-    phase: str = FORWARD
-
-    def of(self, equation: JaxprEqn) -> Place:
-        """Returns the location of an equation of a jaxpr at this location."""
-        stack = str(equation.source_info.name_stack)
-        return Place(self.scopes + scope_names(stack), phase_of(stack, self.phase))
+from jaxmp._programs._jaxprs import is_literal
+from jaxmp._programs._locations import Lines, Location
 
 
 class Start(NamedTuple):
@@ -62,7 +50,7 @@ class Start(NamedTuple):
     state: state of the client for the jaxpr.
     """
 
-    place: Place = Place()
+    place: Location = Location()
     state: Any = None
 
 
@@ -79,7 +67,7 @@ class Frame:
     index: number of the current equation.
     """
 
-    place: Place
+    place: Location
     state: Any
     values: dict[Any, Any]
     index: int = 0

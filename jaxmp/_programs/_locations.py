@@ -34,13 +34,23 @@ _HIDDEN = (
 
 
 class Location(NamedTuple):
-    """Location of an equation, from its name stack and those of the enclosing equations."""
+    """Location in a program, from the name stacks of an equation and of the enclosing ones."""
 
     names: _jaxprs.Path = ()
     # "forward", "backward" or "recompute".
     phase: str = _jaxprs.FORWARD
     # True inside of a function that is differentiated.
     differentiated: bool = False
+
+    def inside(self, stack: str) -> Location:
+        """Returns the location with a name stack in a jaxpr at this location."""
+        names = self.names + _jaxprs.scope_names(stack)
+        phase = _jaxprs.phase_of(stack, self.phase)
+        return Location(names, phase, self.differentiated or "jvp(" in stack)
+
+    def of(self, equation: _jaxprs.Equation) -> Location:
+        """Returns the location of an equation of a jaxpr at this location."""
+        return self.inside(str(equation.source_info.name_stack))
 
     @property
     def is_outside(self) -> bool:
@@ -60,15 +70,14 @@ class Locations:
         return self._of_stack(outer, str(equation.source_info.name_stack))
 
     def _make(self, outer: Location, stack: str) -> Location:
-        phase = _jaxprs.phase_of(stack, outer.phase)
-        own = _jaxprs.scope_names(stack)
-        names = outer.names + own
-        if phase == _jaxprs.BACKWARD and names not in self.names:
+        location = outer.inside(stack)
+        if location.phase == _jaxprs.BACKWARD and location.names not in self.names:
             # In a backward pass, the scopes of a recomputed region appear twice.
-            short = outer.names + _jaxprs.collapsed(own)
-            names = short if short in self.names else names
+            short = outer.names + _jaxprs.collapsed(_jaxprs.scope_names(stack))
+            location = location._replace(names=short) if short in self.names else location
+        names = location.names
         self.names |= {names[:length]: None for length in range(len(names) + 1)}
-        return Location(names, phase, outer.differentiated or "jvp(" in stack)
+        return location
 
 
 def root_of(names: dict[_jaxprs.Path, None]) -> _jaxprs.Path:

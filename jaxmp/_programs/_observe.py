@@ -16,7 +16,7 @@ from jaxmp._core import Array, _compat
 from jaxmp._core._compat import AnyJaxpr, JaxprEqn
 from jaxmp._programs import _analysis, _jaxprs, _locations, _operations
 from jaxmp._programs._constructs import inners
-from jaxmp._programs._interpreter import PROGRAM, Frame, Interpreter, Place, Start
+from jaxmp._programs._interpreter import PROGRAM, Frame, Interpreter, Start
 
 GRADIENTS, ACTIVATIONS, OPERANDS, SCALES = "gradients", "activations", "operands", "fp8_scales"
 DOTS = ("dot_general", "conv_general_dilated")
@@ -65,7 +65,7 @@ class _Outer(NamedTuple):
 class _Inside:
     """Run of one jaxpr."""
 
-    def __init__(self, jaxpr: AnyJaxpr, place: Place, outer: _Outer) -> None:
+    def __init__(self, jaxpr: AnyJaxpr, place: _locations.Location, outer: _Outer) -> None:
         body, _ = _compat.jaxpr_body(jaxpr)
         self.at = (*outer.at, id(body))
         self.outputs = _analysis.ModuleOutputs(jaxpr, place, outer.used)
@@ -107,7 +107,7 @@ class Observer(Interpreter):
         if role and operands and not self.only_outputs:
             results = self.bound(equation, operands)
             if place.phase != _jaxprs.RECOMPUTE:
-                self._quantized(operands[0], results, Key(OPERANDS, place.scopes, role, (), at))
+                self._quantized(operands[0], results, Key(OPERANDS, place.names, role, (), at))
             return results
         if name in (*DOTS, *_KERNELS) and not self.only_outputs:
             for n, (var, x) in enumerate(zip(equation.invars, operands, strict=True)):
@@ -115,7 +115,7 @@ class Observer(Interpreter):
                 label = label if place.phase == _jaxprs.FORWARD else "output_grad"
                 # Operands of a matmul that is computed again are left out.
                 if place.phase == _jaxprs.FORWARD or inside.is_cotangent(var):
-                    self._measure(inside, OPERANDS, (place.scopes, label), var, x, at)
+                    self._measure(inside, OPERANDS, (place.names, label), var, x, at)
         flags = []
         for inner in inners(equation)[-1:]:
             for n, var in enumerate(inner.operands):
@@ -129,7 +129,7 @@ class Observer(Interpreter):
             for path in inside.outputs.last.get(var, ()):
                 self._measure(inside, ACTIVATIONS, (path, ""), var, x, at)
             if var in inside.gradients and not self.only_outputs:
-                self._measure(inside, GRADIENTS, (place.scopes, ""), var, x, at)
+                self._measure(inside, GRADIENTS, (place.names, ""), var, x, at)
         return results
 
     def _measure(

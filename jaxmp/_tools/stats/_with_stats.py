@@ -332,14 +332,14 @@ class Emulation(_programs.Interpreter):
     ) -> list[Any]:
         place, outputs, name = frame.place.of(equation), frame.state, equation.primitive.name
         is_backward, is_matmul = place.phase == _programs.BACKWARD, name in _programs.DOTS
-        is_inside = self.name and (place.scopes or is_matmul) and _programs.runs_in_fp32(equation)
+        is_inside = self.name and (place.names or is_matmul) and _programs.runs_in_fp32(equation)
         arrays = list(map(self.array, operands))
         if not is_inside or not any(map(_is_fp32, arrays)):
             used = outputs.used_inside(equation, place.phase)
             return _as_values(self.enter(equation, operands, frame, used), is_backward)
         is_wide = any(x.is_wide for x in operands) and name != "add_any"
         is_batch_sum = name == "reduce_sum" and 0 in _programs.axes_of(equation)
-        if is_backward and is_batch_sum and not is_wide and place.scopes not in self._fp32_modules:
+        if is_backward and is_batch_sum and not is_wide and place.names not in self._fp32_modules:
             # A sum over the batch, as of a bias, accumulates in the format.
             narrow = lax.convert_element_type(self._scaled(arrays[0], True), self._dtype)
             (result,) = self.bound(equation, [lax.optimization_barrier(narrow)])
@@ -357,7 +357,7 @@ class Emulation(_programs.Interpreter):
         ends = equation.outvars
         if not is_matmul and (is_wide or _TABLE.category(name) == "fp32"):
             ends = outputs.last
-            self._fp32_modules.add(place.scopes)
+            self._fp32_modules.add(place.names)
         return [
             _Value(self._rounded(x, is_backward), is_backward)
             if var in ends

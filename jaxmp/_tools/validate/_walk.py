@@ -130,7 +130,7 @@ class _Walk(_programs.Interpreter):
                 carry = self.run(loop.recorded, [*of_body, *carry], inside)
             return carry
         if name == "call_exported":
-            return self._exported(equation, operands, inside.place.scopes)
+            return self._exported(equation, operands, inside.place.names)
         self.check_known(equation)
         arrays = tuple(value.array for value in operands)
         makers = tuple(value.maker for value in operands)
@@ -142,7 +142,7 @@ class _Walk(_programs.Interpreter):
             change = self._changes.get(len(self.records), Change())
             x = x if name in _programs.MOVES else _programs.rounded_to(x, change.dtype or dtype)
             self.records.append(
-                ResultRecord(inside.place.scopes, name, dtype, line, makers, arrays, x)
+                ResultRecord(inside.place.names, name, dtype, line, makers, arrays, x)
             )
             x = x if change.value is None else change.value(x)
             values.append(_Value(x, len(self.records) - 1))
