@@ -72,13 +72,6 @@ class AttentionArguments:
     value: Any
     settings: AttentionSettings = dataclasses.field(metadata={"static": True})
 
-    def map(self, function: Callable[[str, Any], Any]) -> AttentionArguments:
-        """Returns the results of `function(name, array)` for the arrays that are passed."""
-        fields = [field.name for field in dataclasses.fields(self) if field.name != "settings"]
-        arrays = {name: getattr(self, name) for name in fields}
-        new = {name: function(name, a) for name, a in arrays.items() if a is not None}
-        return dataclasses.replace(self, **new)
-
     @property
     def logits_shape(self) -> tuple[int, int, int, int]:
         """Shape of the logits, `[B, N, T, S]`."""
@@ -169,10 +162,12 @@ def arguments(
         query=query,
         key=key,
         value=value,
-        bias=_bias(bias, logits),
-        mask=_mask(mask, logits),
-        query_lengths=_lengths(query_seq_lengths, "query_seq_lengths", batch, queries),
-        key_lengths=_lengths(key_value_seq_lengths, "key_value_seq_lengths", batch, key.shape[1]),
+        bias=_optional(_bias, bias, logits),
+        mask=_optional(_mask, mask, logits),
+        query_lengths=_optional(_lengths, query_seq_lengths, "query_seq_lengths", batch, queries),
+        key_lengths=_optional(
+            _lengths, key_value_seq_lengths, "key_value_seq_lengths", batch, key.shape[1]
+        ),
         dropout_rng=_checked_rng(dropout_rate, dropout_rng),
         scale=array,
         settings=AttentionSettings(
@@ -251,10 +246,12 @@ def _check_shapes(query: jax.Array, key: jax.Array, value: jax.Array) -> None:
 # ---------------------------------------------------------------------------
 
 
-def _bias(bias: ArrayLike | None, logits: tuple[int, ...]) -> jax.Array | None:
-    if bias is None:
-        return None
-    bias = jnp.asarray(bias)
+def _optional(check: Callable[..., jax.Array], value: ArrayLike | None, *args: Any) -> Any:
+    """Returns the checked array of an argument that may be None."""
+    return None if value is None else check(jnp.asarray(value), *args)
+
+
+def _bias(bias: jax.Array, logits: tuple[int, ...]) -> jax.Array:
     if jnp.issubdtype(bias.dtype, jnp.integer):
         bias = bias.astype(jnp.float32)
     if not jnp.issubdtype(bias.dtype, jnp.floating):
@@ -265,10 +262,7 @@ def _bias(bias: ArrayLike | None, logits: tuple[int, ...]) -> jax.Array | None:
     return _broadcastable(bias, "bias", logits)
 
 
-def _mask(mask: ArrayLike | None, logits: tuple[int, ...]) -> jax.Array | None:
-    if mask is None:
-        return None
-    mask = jnp.asarray(mask)
+def _mask(mask: jax.Array, logits: tuple[int, ...]) -> jax.Array:
     if mask.dtype != np.bool_:
         raise AttentionError(
             f"mask is {mask.dtype.name}, not bool. Write mask=mask.astype(bool), or, for a mask "
@@ -289,10 +283,7 @@ def _broadcastable(array: jax.Array, name: str, logits: tuple[int, ...]) -> jax.
     return with_rank(array, 4)
 
 
-def _lengths(lengths: ArrayLike | None, name: str, batch: int, positions: int) -> jax.Array | None:
-    if lengths is None:
-        return None
-    lengths = jnp.asarray(lengths)
+def _lengths(lengths: jax.Array, name: str, batch: int, positions: int) -> jax.Array:
     if not jnp.issubdtype(lengths.dtype, jnp.integer) or lengths.shape != (batch,):
         raise AttentionError(
             f"{name} is {lengths.dtype.name} of shape {lengths.shape}. Allowed: integers, one for "

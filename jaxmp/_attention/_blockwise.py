@@ -355,10 +355,12 @@ def _backward_rule(shape: _Shape, saved: tuple[Any, ...], d_out: PyTree) -> Any:
         "value": _joined(d_value[:, :, :, None], shape.keys),
         "bias": d_bias,
     }
-    cast = lambda name, array: (
-        None if gradients.get(name) is None else gradients[name].astype(array.dtype)
-    )
-    return (operands.map(cast),)
+    cast = {
+        name: gradients[name].astype(getattr(operands, name).dtype)
+        for name in sorted(gradients)
+        if gradients[name] is not None
+    }
+    return (dataclasses.replace(jax.tree.map(lambda _: None, operands), **cast),)
 
 
 _attention.defvjp(_forward_rule, _backward_rule)

@@ -217,11 +217,13 @@ def cudnn_attention(args: AttentionArguments) -> Any:
         "query": query,
         "key": key,
         "value": value,
-        "bias": _whole(bias, queries, keys),
-        "mask": _whole(mask, queries, keys),
         "query_seq_lengths": args.query_lengths,
         "key_value_seq_lengths": args.key_lengths,
     }
+    # cuDNN requires whole rows.
+    for name, array in (("bias", bias), ("mask", mask)):
+        if array is not None:
+            operands[name] = jnp.broadcast_to(array, (*array.shape[:2], queries, keys))
     operands = {name: array for name, array in operands.items() if array is not None}
     is_odd = queries % 2 or keys % 2
     result: Any = (_padded_in_training if is_odd else _kernel)(settings, operands)
@@ -322,10 +324,3 @@ def _with_hidden_keys(bias: jax.Array, mask: jax.Array | None) -> jax.Array:
     least = _hidden(bias.dtype)
     hidden = jnp.isneginf(bias) if mask is None else jnp.isneginf(bias) | ~mask
     return jnp.where(hidden, least, jnp.maximum(bias, least / 2))
-
-
-def _whole(array: jax.Array | None, queries: int, keys: int) -> jax.Array | None:
-    """Broadcasts the last two dimensions to `[T, S]`, as cuDNN requires."""
-    if array is None:
-        return None
-    return jnp.broadcast_to(array, (*array.shape[:2], queries, keys))

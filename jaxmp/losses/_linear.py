@@ -210,20 +210,14 @@ def _automatic(fn: Callable[..., Any], *arrays: jax.Array, like: jax.Array | Non
     return fn
 
 
-class _Gradients(NamedTuple):
-    """FP32 gradients of a sum of losses."""
-
-    hidden: jax.Array
-    kernel: jax.Array
-    bias: jax.Array | None
-
-    def scaled(self, arrays: _Arrays, factor: ArrayLike) -> _Arrays:
-        """Returns the gradients times `factor`, as cotangents in the dtypes of `arrays`."""
-        cast = lambda slope, array: (slope * factor).astype(array.dtype)
-        bias = None if self.bias is None else cast(self.bias, arrays.bias)
-        kernel = cast(self.kernel, arrays.kernel)
-        none: Any = None  # of labels, and of the rows that count
-        return _Arrays(cast(self.hidden, arrays.hidden), kernel, bias, none, none)
+def _scaled(gradients: _Arrays, arrays: _Arrays, factor: ArrayLike) -> _Arrays:
+    """Returns FP32 gradients times `factor`, as cotangents in the dtypes of `arrays`."""
+    cast = lambda slope, array: (slope * factor).astype(array.dtype)
+    bias = None if gradients.bias is None else cast(gradients.bias, arrays.bias)
+    kernel = cast(gradients.kernel, arrays.kernel)
+    return gradients._replace(
+        hidden=cast(gradients.hidden, arrays.hidden), kernel=kernel, bias=bias
+    )
 
 
 def _check_logits_dtype(dtype: DTypeLike | None, hidden: DTypeLike) -> np.dtype:
@@ -298,7 +292,7 @@ def _join(array: jax.Array, rows: int) -> jax.Array:
 
 def _over_chunks(
     layer: _Layer, arrays: _Arrays, factors: jax.Array | None
-) -> tuple[jax.Array, _Gradients | None]:
+) -> tuple[jax.Array, _Arrays | None]:
     """Returns the loss of each row, `[N]`, and the gradients of the sum weighted with `factors`.
 
     Without `factors`, the gradients are None.
@@ -375,7 +369,8 @@ def _over_chunks(
     if sums is None:
         return losses, None
     d_hidden = _join(d_hidden, arrays.hidden.shape[0])
-    return losses, _Gradients(d_hidden, sums[0] / stretch, sums[1])
+    none: Any = None  # of labels, and of the rows that count
+    return losses, _Arrays(d_hidden, sums[0] / stretch, sums[1], none, none)
 
 
 def _stretch(factors: jax.Array, dtype: DTypeLike) -> Any:
@@ -410,7 +405,7 @@ def _layer_total_fwd(layer: _Layer, arrays: _Arrays, factors: jax.Array) -> Any:
 
 def _layer_total_bwd(layer: _Layer, saved: tuple[Any, ...], cotangent: jax.Array) -> Any:
     arrays, losses, gradients = saved
-    return gradients.scaled(arrays, cotangent), losses * cotangent
+    return _scaled(gradients, arrays, cotangent), losses * cotangent
 
 
 _layer_total.defvjp(_layer_total_fwd, _layer_total_bwd)
@@ -430,7 +425,7 @@ def _layer_losses_bwd(layer: _Layer, arrays: _Arrays, cotangent: jax.Array) -> A
     known = cotangent if arrays.valid is None else jnp.where(arrays.valid, cotangent, 0)
     gradients = _over_chunks(layer, arrays, known)[1]
     assert gradients is not None
-    return (gradients.scaled(arrays, 1),)
+    return (_scaled(gradients, arrays, 1),)
 
 
 _layer_losses.defvjp(_layer_losses_fwd, _layer_losses_bwd)
