@@ -153,9 +153,8 @@ class Autocast(InPlace):
         name, scope_path = equation.primitive.name, place.names
         if name == "custom_vjp_call":
             return self.run_as_written(equation, env, values, scope_path)
-        used = self.uses.facts_of_results(
-            _programs.inners(equation)[-1], env.uses_of(equation), _programs.Start(place)
-        )
+        inner, of_results = _programs.inners(equation)[-1], env.uses_of(equation)
+        used, _ = self.uses.settled(inner, of_results, _programs.Start(place))
         start = _programs.Start(place, tuple(used))
         if name == "custom_vmap_call":
             return self.custom_vmap(equation, values, start)

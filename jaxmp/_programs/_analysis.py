@@ -283,14 +283,10 @@ class Backward:
                     operands[n] = self._joined(operands[n], fact)
         return operands
 
-    def facts_of_results(self, inner: Inner, results: Sequence[Any], start: Start) -> list[Any]:
-        """Returns the facts of the results of a jaxpr inside, for those of its equation."""
-        return self._settled(inner, results, start)[0]
-
-    def _settled(
+    def settled(
         self, inner: Inner, results: Sequence[Any], start: Start
     ) -> tuple[list[Any], list[Any]]:
-        """Returns the facts of the results and arguments of a jaxpr inside."""
+        """Returns the facts of the results and arguments of a jaxpr inside, for its equation's."""
         known = [self.nothing if var is None else results[n] for n, var in enumerate(inner.results)]
         while True:
             args = self.run(inner.jaxpr, known, start)
@@ -302,7 +298,7 @@ class Backward:
             known = new
 
     def _facts_inside(self, inner: Inner, results: list[Any], start: Start) -> list[Any]:
-        known, args = self._settled(inner, results, start)
+        known, args = self.settled(inner, results, start)
         if inner.may_be_skipped:
             args[inner.carried.start : inner.carried.stop] = known[: len(inner.carried)]
         return args

@@ -15,8 +15,8 @@ a plan or an analysis of that jaxpr.
 *Side results* are arrays that a client computes beside the program, such as statistics. It adds
 them to `side`; the rules return them from loops, branches and devices. Arrays of a scan and of a
 `shard_map` are stacked and then `joined`; of a while loop, those of the last iteration count, or
-the client asks for `stacked_iterations`; a branch or loop that does not run has the result of
-`absent`. They are computed by primitives of `jax.lax`: JAX caches the traces of jitted functions,
+the client asks for `stacked_iterations`; those of a branch or loop that does not run are zeros.
+They are computed by primitives of `jax.lax`: JAX caches the traces of jitted functions,
 such as `jnp.where`, and traces of the user's programs would contain the source lines of this run.
 """
 
@@ -133,10 +133,6 @@ class Interpreter:
     def joined(self, value: PyTree) -> PyTree:
         """Returns the side result of a loop, for those of all iterations, stacked."""
         return value
-
-    def absent(self, value: PyTree) -> PyTree:
-        """Returns a side result of code that does not run, for its shapes."""
-        return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), value)
 
     # -- the loop over equations -----------------------------------------------------------
 
@@ -361,8 +357,7 @@ class Interpreter:
         if not self.has_side_results:
             return OrderedDict()
         shapes = jax.eval_shape(lambda *args: function(*args)[1], *args)
-        absent = ((key, vary_as_here(self.absent(shape))) for key, shape in shapes.items())
-        return OrderedDict(absent)
+        return jax.tree.map(lambda x: vary_as_here(jnp.zeros(x.shape, x.dtype)), shapes)
 
 
 _RULES: dict[_constructs.Form | None, Callable[..., list[Any]]] = {
