@@ -163,10 +163,6 @@ class Forward(Interpreter):
         """
         return first if first == second else self.nothing
 
-    def row(self, fact: Any) -> Any:
-        """Returns the fact of one slice of an array that is scanned."""
-        return fact
-
     def context(self, equation: JaxprEqn) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
 
@@ -187,7 +183,6 @@ class Forward(Interpreter):
 
     def _facts_inside(self, inner: Inner, operands: list[Any], start: Start) -> list[Any]:
         args = [self.nothing if n is None else operands[n] for n in inner.indices]
-        args[inner.carried.stop :] = map(self.row, args[inner.carried.stop :])
         while True:
             results = self.run(inner.jaxpr, args, start)
             new = list(args)
