@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 from jaxmp import _core, _programs
 from jaxmp._core import is_fp8
 from jaxmp._policies import _rules
-from jaxmp._tools.audit import _check_matmuls, _checks, _fp8_forms, _trace
+from jaxmp._tools.audit import _check_matmuls, _checks, _fp8_forms
 from jaxmp._tools.audit._auditor import Auditor
 from jaxmp._tools.audit._checks import Check, OpOccurrence
-from jaxmp._tools.audit._compile import Compiled
 from jaxmp._tools.audit._dataflow import From
 from jaxmp._tools.audit._rows import CollectiveRow, Compilation, Finding, GemmRow
 from jaxmp.fp8 import _explain
@@ -41,31 +39,15 @@ _WIDE_CONVOLUTION = (
 )
 
 
-@dataclasses.dataclass(frozen=True)
-class CompiledProgram:
-    """A compiled program and what the trace contains.
-
-    Args:
-      rows: matmuls, collectives and memory of the compiled program.
-      traced: findings of the traced program, which are not repeated.
-      fp8: (module, pass, file, line) of matmuls that were traced with FP8 operands -> the dtype.
-        XLA may remove a cast to FP8 and back, so that the compiled program does not contain it.
-      compiled: the program, its chip, and the shardings of its arguments.
-      nnx_count: the number of arguments, the first ones, that are objects of NNX.
-    """
-
-    rows: Compilation
-    traced: tuple[Finding, ...]
-    fp8: Mapping[tuple[str, str, str, int], str]
-    compiled: Compiled
-    nnx_count: int = 0
-
-
-@FP32_GEMM.on_compiled
-def check_gemms(program: CompiledProgram, audit: Auditor) -> Iterator[Finding]:
+@FP32_GEMM.on(_checks.COMPILED)
+def check_gemms(program: Compilation, audit: Auditor) -> Iterator[Finding]:
     """Reports matmuls in FP32 or TF32."""
-    reported = {f.module for f in program.traced if f.check == _check_matmuls.FP32_MATMUL.id}
-    for row in program.rows.gemms:
+    reported = {
+        audit.module_of(f.op.location.names)
+        for f in audit.findings
+        if f.check is _check_matmuls.FP32_MATMUL
+    }
+    for row in program.gemms:
         is_wide = row.lhs in _WIDE or row.rhs in _WIDE
         if is_wide and row.module not in reported and requires_16_bits(audit, row.module):
             if row.kernel == "cudnn" and row.out == "float32":
@@ -75,13 +57,13 @@ def check_gemms(program: CompiledProgram, audit: Auditor) -> Iterator[Finding]:
             yield finding(FP32_GEMM, row, message)
 
 
-@UNDONATED_STATE.on_compiled
-def check_donation(program: CompiledProgram, _: Auditor) -> Iterator[Finding]:
+@UNDONATED_STATE.on(_checks.COMPILED)
+def check_donation(program: Compilation, audit: Auditor) -> Iterator[Finding]:
     """Reports a program without donated arguments."""
-    if not program.rows.memory.aliased:
+    if not program.memory.aliased:
         message = "no argument is donated: the old and the new state are in memory together."
-        numbers = ", ".join(map(str, range(program.nnx_count)))
-        numbers += "," * (program.nnx_count == 1)
+        count = len(audit.traced.nnx_objects)
+        numbers = ", ".join(map(str, range(count))) + "," * (count == 1)
         # Without `nnx.jit`, the new state does not reach the objects.
         fix = f"nnx.jit(train_step, donate_argnums=({numbers}))" if numbers else ""
         yield UNDONATED_STATE.finding(message, fix)
@@ -121,7 +103,7 @@ FP8_FALLBACK = Check(
 )
 
 
-@NOT_FP8.on_matmul
+@NOT_FP8.on(_checks.MATMUL)
 def check_layers(op: OpOccurrence, matmul: _programs.Matmul, flops: int, audit: Auditor) -> None:
     """Reports a linear layer in 16 bits for which the policies require FP8."""
     if not op.is_forward or not audit.context.requires_fp8(op.location):
@@ -175,7 +157,7 @@ _ONE_SCALE = (
 )
 
 
-@NOT_FP8.on_operation("jit")
+@NOT_FP8.on_operation("jit", passes=_checks.ALL_PASSES)
 def note_scales(op: OpOccurrence, audit: Auditor) -> None:
     """Notes once in a program that tensors are quantized with one scale."""
     is_quantization = _programs.name_of(op.equation).startswith(_programs.QUANTIZE)
@@ -183,12 +165,15 @@ def note_scales(op: OpOccurrence, audit: Auditor) -> None:
         audit.notes[_ONE_SCALE] = None
 
 
-@FP8_FALLBACK.on_compiled
-def check_fallback(program: CompiledProgram, _: Auditor) -> Iterator[Finding]:
+@FP8_FALLBACK.on(_checks.COMPILED)
+def check_fallback(program: Compilation, audit: Auditor) -> Iterator[Finding]:
     """Reports matmuls of FP8 values in a wider dtype."""
-    for row in program.rows.gemms:
+    # XLA may remove a cast to FP8 and back, so that the compiled program does not contain it.
+    rows = audit.fp8.items()
+    traced = {(audit.module_of(names), phase, *line): name for (names, phase, line), name in rows}
+    for row in program.gemms:
         line = row.module, row.phase, row.file, row.line
-        dtype = row.was_fp8 or program.fp8.get(line, "")
+        dtype = row.was_fp8 or traced.get(line, "")
         is_fp8 = row.lhs.startswith("float8") and row.rhs.startswith("float8")
         if dtype and not is_fp8:
             message = f"operands are rounded to {dtype} and multiplied in {row.lhs} x {row.rhs}."
@@ -202,8 +187,8 @@ UNUSED_RULE = Check(
 )
 
 
-@UNUSED_RULE.on_program
-def check_rules(audit: Auditor, _: _trace.Traced) -> Iterator[Finding]:
+@UNUSED_RULE.on(_checks.PROGRAM)
+def check_rules(audit: Auditor) -> Iterator[Finding]:
     """Reports required rules without a module."""
     policies = audit.context.policies
     if policies is None:
@@ -212,7 +197,7 @@ def check_rules(audit: Auditor, _: _trace.Traced) -> Iterator[Finding]:
     decisive: set[_rules.Rule | None] = set()
     for names in audit.locations.names:
         if _programs.FULL_PRECISION not in names:
-            modules[_programs.module_of(names, audit.root)] = None
+            modules[audit.module_of(names)] = None
             decisive.add(audit.context.resolve(names).rule)
     # A program contains no module types and parameters.
     for rule in dict.fromkeys(policies.rules):

@@ -11,7 +11,7 @@ import jax.tree_util as jtu
 import numpy as np
 
 from jaxmp import _core, _programs
-from jaxmp._tools.audit import _auditor, _check_ops, _checks, _origins, _rows, _trace
+from jaxmp._tools.audit import _auditor, _check_ops, _checks, _origins, _rows
 from jaxmp._tools.audit._dataflow import GRADIENT, From, is_argument, powers_of
 from jaxmp._tools.audit._labels import ConditionalFinding, Logits
 from jaxmp._tools.fixes._rewrite import scaled, with_finite_numbers
@@ -62,7 +62,7 @@ class OtherFormat(ConditionalFinding):
 # ---------------------------------------------------------------------------
 
 
-@FLOAT16_RANGE.on_operation("add", "add_any", "max")
+@FLOAT16_RANGE.on_operation("add", "add_any", "max", passes=_checks.NOT_BACKWARD)
 def label_epsilon(op: _checks.OpOccurrence, audit: _auditor.Auditor) -> LostEpsilon | None:
     """Labels the sum with, or the maximum of, a value and a constant 0."""
     is_zero = any(_constant(var, op, audit) == 0 for var in _float16_operands(op))
@@ -71,20 +71,18 @@ def label_epsilon(op: _checks.OpOccurrence, audit: _auditor.Auditor) -> LostEpsi
     return LostEpsilon(op, message, fix) if is_zero else None
 
 
-@FLOAT16_RANGE.on_operation("div", "log", "rsqrt", "sqrt", "pow")
+@FLOAT16_RANGE.on_operation("div", "log", "rsqrt", "sqrt", "pow", passes=_checks.NOT_BACKWARD)
 def report_epsilon(op: _checks.OpOccurrence, audit: _auditor.Auditor) -> None:
     """Reports an epsilon of 0 where 0 has no finite result."""
-    if not op.is_backward:
-        divisor = op.operands[-1:] if op.name == "div" else op.operands[:1]
-        lost = audit.flow.labels(LostEpsilon, *divisor)
-        for label in lost:
-            label.fix = _origins.fix_operation(op, "float16", _origins.SUMS) or label.fix
-        if lost:
-            harm = f", and the {op.name} at {op.where} is not finite for 0"
-            audit.report(LostEpsilon, divisor, harm)
+    divisor = op.operands[-1:] if op.name == "div" else op.operands[:1]
+    for label in audit.flow.labels(LostEpsilon, *divisor):
+        label.fix = _origins.fix_operation(op, "float16", _origins.SUMS) or label.fix
+    audit.report(LostEpsilon, divisor, f", and the {op.name} at {op.where} is not finite for 0")
 
 
-@FLOAT16_RANGE.on_operation("convert_element_type", "add", "sub", "mul")
+@FLOAT16_RANGE.on_operation(
+    "convert_element_type", "add", "sub", "mul", passes=_checks.NOT_BACKWARD
+)
 def check_constant(op: _checks.OpOccurrence, audit: _auditor.Auditor) -> None:
     """Reports a finite constant that is infinite in float16."""
     is_cast = op.name == "convert_element_type"
@@ -100,16 +98,16 @@ def check_constant(op: _checks.OpOccurrence, audit: _auditor.Auditor) -> None:
 
 
 def _float16_operands(op: _checks.OpOccurrence) -> list[_programs.Atom]:
-    """Returns the operands of an operation with a float16 result; none in a backward pass."""
-    return op.operands if op.dtype == _core.FLOAT16 and not op.is_backward else []
+    """Returns the operands of an operation with a float16 result."""
+    return op.operands if op.dtype == _core.FLOAT16 else []
 
 
-@FLOAT16_RANGE.on_operation("convert_element_type")
+@FLOAT16_RANGE.on_operation("convert_element_type", passes=_checks.NOT_BACKWARD)
 def check_formats(op: _checks.OpOccurrence, audit: _auditor.Auditor) -> OtherFormat | None:
     """Reports values that are cast from one 16-bit format to the other and back."""
     (operand,), dtype = op.operands, op.dtype
     source = _checks.half_of([op.body.source_of(operand, _core.named("convert_element_type"))])
-    if source is None or not _core.is_16bit(dtype) or op.is_backward:
+    if source is None or not _core.is_16bit(dtype):
         return None
     audit.report(OtherFormat, [operand], f", and back at {op.where}")
     if source == dtype:
@@ -119,7 +117,7 @@ def check_formats(op: _checks.OpOccurrence, audit: _auditor.Auditor) -> OtherFor
     return OtherFormat(op, f"a {source.name} value is cast to {dtype.name}, where {loss}", fix)
 
 
-@FLOAT16_RANGE.on_operation("convert_element_type")
+@FLOAT16_RANGE.on_operation("convert_element_type", passes=_checks.ALL_PASSES)
 def check_integer_sums(op: _checks.OpOccurrence, audit: _auditor.Auditor) -> None:
     """Reports sums of an integer matmul that are cast to float16 before they are scaled."""
     maker = op.body.maker_through(op.operands[0], _checks.LAYOUT)
@@ -140,12 +138,11 @@ def check_integer_sums(op: _checks.OpOccurrence, audit: _auditor.Auditor) -> Non
             audit.add(FLOAT16_RANGE, op, message, fix)
 
 
-@FLOAT16_RANGE.on_operation("convert_element_type")
+@FLOAT16_RANGE.on_operation("convert_element_type", passes=[_programs.BACKWARD])
 def check_product_of_weights(op: _checks.OpOccurrence, audit: _auditor.Auditor) -> None:
     """Reports the FP32 gradient of a product of weights, which is rounded for two matmuls."""
-    is_rounded = op.is_backward and op.rounded == _core.FLOAT16
-    maker = op.body.maker_through(op.operands[0], _checks.LAYOUT) if is_rounded else None
-    if maker is None or not _is_matmul(maker):
+    maker = op.body.maker_through(op.operands[0], _checks.LAYOUT)
+    if op.rounded != _core.FLOAT16 or maker is None or not _is_matmul(maker):
         return
     is_read = any(map(_is_matmul, _check_ops.reads(op.equation, op.body)))
     dtypes = map(_checks.dtype_of, (*maker.invars[:2], *maker.outvars))
@@ -167,7 +164,7 @@ def _is_matmul(equation: _programs.Equation) -> bool:
 # ---------------------------------------------------------------------------
 
 
-@FLOAT16_RANGE.on_operation("mul", "square", "integer_pow")
+@FLOAT16_RANGE.on_operation("mul", "square", "integer_pow", passes=_checks.NOT_BACKWARD)
 def label_square(op: _checks.OpOccurrence, audit: _auditor.Auditor) -> Square | None:
     """Labels the square of a float16 value."""
     message = "squares of float16 are inf from 256 on, and 0 below 2e-4"
@@ -177,16 +174,15 @@ def label_square(op: _checks.OpOccurrence, audit: _auditor.Auditor) -> Square | 
     return Square(op, message, fix)
 
 
-@FLOAT16_RANGE.on_operation("reduce_sum")
+@FLOAT16_RANGE.on_operation("reduce_sum", passes=_checks.NOT_BACKWARD)
 def collect_sums(op: _checks.OpOccurrence, audit: _auditor.Auditor) -> None:
     """Collects sums of squares, as for a norm."""
     squares = audit.flow.labels(Square, *op.operands)
-    if not op.is_backward:
-        audit.collected[FLOAT16_RANGE] += [(square, op) for square in squares]
+    audit.collected[FLOAT16_RANGE] += [(square, op) for square in squares]
 
 
-@FLOAT16_RANGE.on_program
-def report_sums(audit: _auditor.Auditor, _: _trace.Traced) -> None:
+@FLOAT16_RANGE.on(_checks.PROGRAM)
+def report_sums(audit: _auditor.Auditor) -> None:
     """Reports summed squares, unless they are the statistics of a norm that is reported."""
     norms = {f.op.line for f in audit.findings if f.check is _check_ops.NORM_16BIT}
     for square, op in audit.collected[FLOAT16_RANGE]:
@@ -198,7 +194,7 @@ def report_sums(audit: _auditor.Auditor, _: _trace.Traced) -> None:
 def label_logits(op: _checks.OpOccurrence, audit: _auditor.Auditor) -> UnscaledLogits | None:
     """Labels logits of queries and keys that are scaled after their matmul in float16."""
     logits, scalar = op.operands
-    value = _constant(scalar, op, audit) if op.is_forward else None
+    value = _constant(scalar, op, audit)
     if not value or abs(value if op.name == "mul" else 1 / value) > _ATTENTION_SCALE:
         return None
     for label in audit.flow.of(logits):
@@ -263,12 +259,12 @@ def _of_gradient(var: _programs.Atom, audit: _auditor.Auditor) -> dict[int, floa
     return powers_of(labels) if GRADIENT in labels else {}
 
 
-@SCALED_GRADIENTS.on_operation("mul", "div")
+@SCALED_GRADIENTS.on_operation("mul", "div", passes=_checks.NOT_BACKWARD)
 def check_division(op: _checks.OpOccurrence, audit: _auditor.Auditor) -> None:
     """Collects the scalars by which gradients are divided, and divisions of unscaled gradients."""
     divided = -1 if op.name == "mul" else 1
     pairs = [op.operands, op.operands[::-1]][: 2 if op.name == "mul" else 1]
-    for var, other in pairs if not op.is_backward else ():
+    for var, other in pairs:
         if GRADIENT in audit.flow.of(other) or GRADIENT not in audit.flow.of(var):
             continue
         powers = powers_of(audit.flow.of(other))
@@ -280,11 +276,11 @@ def check_division(op: _checks.OpOccurrence, audit: _auditor.Auditor) -> None:
                 audit.collected[_Event].append(_Event(number, op, message, fix))
 
 
-@SCALED_GRADIENTS.on_operation("lt", "le", "gt", "ge", "min", "max", "clamp", "add", "sub")
+@SCALED_GRADIENTS.on_operation(
+    *("lt", "le", "gt", "ge", "min", "max", "clamp", "add", "sub"), passes=_checks.NOT_BACKWARD
+)
 def check_use(op: _checks.OpOccurrence, audit: _auditor.Auditor) -> None:
     """Collects limits of scaled gradients or of their norm, and sums with arguments."""
-    if op.is_backward:
-        return
     is_sum = op.name in ("add", "sub")
     message = "gradients are clipped while they are multiplied by the loss scale."
     if is_sum:
@@ -308,21 +304,21 @@ def _is_other(var: _programs.Atom, number: int, is_sum: bool, audit: _auditor.Au
     return 1e-3 < value < math.inf
 
 
-@SCALED_GRADIENTS.on_program
-def check_scales(audit: _auditor.Auditor, traced: _trace.Traced) -> Iterable[_rows.Finding]:
+@SCALED_GRADIENTS.on(_checks.PROGRAM)
+def check_scales(audit: _auditor.Auditor) -> Iterable[_rows.Finding]:
     """Reports the collected events of loss scales, and results that depend on one."""
-    scales = set(powers_of(audit.flow.of_all(var for _, var in traced.dynamic_scales())))
+    scales = set(powers_of(audit.flow.of_all(var for _, var in audit.traced.dynamic_scales())))
     if not scales and audit.float16_backward is not None:
         scales = audit.flow.scaled_by
     scales = scales.union(audit.collected[SCALED_GRADIENTS]) & audit.flow.scaled_by
     events = [event for event in audit.collected[_Event] if event.number in scales]
     for event in events:
         audit.add(SCALED_GRADIENTS, event.op, event.message, event.fix)
-    for (path, _), var in zip(traced.results, traced.jaxpr.outvars, strict=False):
+    for (path, _), var in zip(audit.traced.results, audit.results, strict=False):
         powers = _of_gradient(var, audit)
         is_state = bool(audit.flow.labels(From, var))
         is_norm = var.aval.size == 1 and not is_state and any(powers.get(n) for n in scales)
-        maker = traced.maker_of(var, audit.findings) if is_norm and not events else None
+        maker = audit.maker_of(var) if is_norm and not events else None
         # The gradient of a bias with one element is not a norm.
         if maker is not None and not maker.is_backward:
             message = f"result{jtu.keystr(path)} is computed from gradients that are multiplied by"

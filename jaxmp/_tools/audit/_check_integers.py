@@ -24,8 +24,7 @@ ROUNDED_INPUT = _checks.Check(
 @ROUNDED_INPUT.on_operation(*_checks.PERIODIC, "exp")
 def check_rounding(op: _checks.OpOccurrence, audit: _auditor.Auditor) -> None:
     """Reports a periodic function, such as a complex exponential, of a rounded argument."""
-    arguments = _phases(op) if op.name == "exp" else op.operands[:1]
-    operands = arguments if op.is_forward else ()
+    operands = _phases(op) if op.name == "exp" else op.operands[:1]
     values = audit.flow.labels(RoundedValue, *operands)
     by_policy = [v for v in values if not v.op.is_own_call and not _origins.is_in_flax(v.op)]
     rules = {value: _check_ops.keep_parameter(value.op, audit) for value in by_policy}
@@ -71,7 +70,7 @@ _PHASES = _checks.LAYOUT | _core.named("add sub mul neg complex")
 def label_product(op: _checks.OpOccurrence, audit: _auditor.Auditor) -> None:
     """Labels the angles of rounded coordinates, which are multiplied by frequencies."""
     exact = _programs.exact_uses(op.equation, audit.use_of(op.result))
-    if _programs.Use.ANGLE not in exact or not op.is_forward:
+    if _programs.Use.ANGLE not in exact:
         return
     rounded = audit.flow.labels(_labels.RoundedInput, *op.operands)
     frequencies = audit.flow.labels(RoundedValue, *op.operands)
@@ -103,8 +102,8 @@ _SQUARES = _checks.LAYOUT | _core.named("mul square integer_pow reduce_sum")
 def label_value(op: _checks.OpOccurrence, audit: _auditor.Auditor) -> RoundedValue | None:
     """Labels an FP32 table, which was not 16 bits before, that is rounded."""
     (operand,), dtype = op.operands, op.rounded
-    is_new = op.is_forward and _labels.WAS_16_BITS not in audit.flow.of(operand)
-    if dtype is None or not is_new or operand.aval.size == 1:
+    was_16_bits = _labels.WAS_16_BITS in audit.flow.of(operand)
+    if dtype is None or was_16_bits or operand.aval.size == 1:
         return None
     message = f"an FP32 array is rounded to {dtype.name}"
     return RoundedValue(op, message, lambda: _origins.fix_cast(op))
@@ -133,7 +132,7 @@ def check_complement(op: _checks.OpOccurrence, audit: _auditor.Auditor) -> None:
 def check_angle(op: _checks.OpOccurrence, audit: _auditor.Auditor) -> None:
     """Reports functions that are steep near 1 of a rounded array."""
     harm = f", and the {op.name} at {op.where} magnifies the rounding near 1"
-    audit.report(RoundedValue, op.operands if op.is_forward else (), harm)
+    audit.report(RoundedValue, op.operands, harm)
 
 
 def _keep_input(name: str, dtype: str, op: _checks.OpOccurrence, audit: _auditor.Auditor) -> str:
@@ -226,8 +225,7 @@ class RoundedKeys(_labels.ConditionalFinding):
 @ROUNDED_INTEGER.on_operation("convert_element_type", "iota", "reduce_sum", "cumsum", "add", "mul")
 def check_integers(op: _checks.OpOccurrence, audit: _auditor.Auditor) -> Integers | None:
     """Labels integers, and reports those that are rounded to 16 bits."""
-    integers = _integers_after(op, audit) if op.is_forward else None
-    dtype = op.dtype
+    integers, dtype = _integers_after(op, audit), op.dtype
     if integers is None or not _core.is_16bit(dtype):
         return integers
     limit = 2 ** (jnp.finfo(dtype).nmant + 1)
@@ -246,7 +244,7 @@ def label_index(op: _checks.OpOccurrence, audit: _auditor.Auditor) -> RoundedInd
     """Labels integers that were computed in 16 bits, as `jnp.quantile` does."""
     (operand,) = op.operands
     dtype = _checks.half_of([operand])
-    if dtype is None or not op.is_forward or op.dtype.kind not in "iu":
+    if dtype is None or op.dtype.kind not in "iu":
         return None
     limit = 2 ** (jnp.finfo(dtype).nmant + 1)
     message = f"indices are computed in {dtype.name}: {limit + 1:,} becomes {limit:,}"
@@ -260,8 +258,7 @@ def label_index(op: _checks.OpOccurrence, audit: _auditor.Auditor) -> RoundedInd
 @ROUNDED_INTEGER.on_operation("gather", "dynamic_slice")
 def check_index(op: _checks.OpOccurrence, audit: _auditor.Auditor) -> None:
     """Reports indices from 16 bits into an array that has more elements than they can number."""
-    indices = op.operands[1:] if op.is_forward else ()
-    for label in audit.flow.labels(RoundedIndex, *indices):
+    for label in audit.flow.labels(RoundedIndex, *op.operands[1:]):
         limit = 2 ** (jnp.finfo(_checks.dtype_of(label.op.operands[0])).nmant + 1)
         if max(op.operands[0].aval.shape, default=0) > limit:
             label.report(f"; they are read at {op.where}")
@@ -307,7 +304,7 @@ def label_keys(op: _checks.OpOccurrence, audit: _auditor.Auditor) -> RoundedKeys
     """Labels FP32 values that are rounded to 16 bits, unless they were 16 bits before."""
     (operand,), dtype = op.operands, op.rounded
     # `jnp.quantile` and `jnp.median` write a scalar NaN into their 16-bit keys.
-    if dtype is None or not op.is_forward or operand.aval.size <= 1:
+    if dtype is None or operand.aval.size <= 1:
         return None
     before = op.made_by(operand, _checks.LAYOUT - {"convert_element_type"})
     if before and before.name == "convert_element_type" and _checks.half_of(before.operands):
@@ -316,12 +313,11 @@ def label_keys(op: _checks.OpOccurrence, audit: _auditor.Auditor) -> RoundedKeys
     return RoundedKeys(op, message, lambda: _origins.fix_cast(op))
 
 
-@SORT_16BIT.on_operation("sort", "top_k", "approx_top_k")
+@SORT_16BIT.on_operation("sort", "top_k", "approx_top_k", passes=_checks.NOT_BACKWARD)
 def check_keys(op: _checks.OpOccurrence, audit: _auditor.Auditor) -> None:
     """Reports a sort of rounded keys."""
-    if not op.is_backward:
-        keys = op.operands[: _programs.count_of_keys(op.equation)]
-        audit.report(RoundedKeys, keys, f", and they are sorted at {op.where}")
+    keys = op.operands[: _programs.count_of_keys(op.equation)]
+    audit.report(RoundedKeys, keys, f", and they are sorted at {op.where}")
 
 
 # ---------------------------------------------------------------------------
@@ -329,7 +325,7 @@ def check_keys(op: _checks.OpOccurrence, audit: _auditor.Auditor) -> None:
 # ---------------------------------------------------------------------------
 
 
-@INT_OVERFLOW.on_operation("dot_general", "conv_general_dilated", "ragged_dot_general")
+@INT_OVERFLOW.on_operation(*_programs.MATMULS, passes=_checks.ALL_PASSES)
 def check_integer_matmul(op: _checks.OpOccurrence, audit: _auditor.Auditor) -> None:
     """Reports a matmul whose sums exceed the integers of its result."""
     dtypes = [np.dtype(_checks.dtype_of(var)) for var in (*op.operands[:2], *op.equation.outvars)]

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxmp import _core, _programs
-from jaxmp._tools.audit import _checks, _dataflow, _labels, _trace
+from jaxmp._tools.audit import _checks, _dataflow, _labels
 from jaxmp._tools.audit._auditor import Auditor
 from jaxmp._tools.audit._check_ops import LOSS_16BIT
 from jaxmp._tools.audit._checks import Check, OpOccurrence
@@ -77,8 +77,8 @@ class Probability(_labels.Fact):
 @LOSS_16BIT.on_operation("convert_element_type", "reduce_sum")
 def label_loss(op: OpOccurrence, audit: Auditor) -> RoundedLoss | None:
     """Labels the 16-bit scalar to which a reduction of a differentiated function is rounded."""
-    is_loss = op.is_forward and op.location.differentiated
-    if not is_loss or not _core.is_16bit(op.dtype) or math.prod(op.result.aval.shape) != 1:
+    is_loss = op.location.differentiated and _core.is_16bit(op.dtype)
+    if not is_loss or math.prod(op.result.aval.shape) != 1:
         return None
     total = op.equation
     if op.name == "convert_element_type":
@@ -92,10 +92,10 @@ def label_loss(op: OpOccurrence, audit: Auditor) -> RoundedLoss | None:
     return RoundedLoss(op, message, fix_operation(op.sibling(total)) or inputs)
 
 
-@LOSS_16BIT.on_program
-def report_losses(audit: Auditor, traced: _trace.Traced) -> None:
+@LOSS_16BIT.on(_checks.PROGRAM)
+def report_losses(audit: Auditor) -> None:
     """Reports rounded losses that the program returns in FP32."""
-    results = [v for v in traced.jaxpr.outvars if v.aval.size == 1 and _checks.half_of([v]) is None]
+    results = [v for v in audit.results if v.aval.size == 1 and _checks.half_of([v]) is None]
     audit.report(RoundedLoss, results, ", and the program returns it")
 
 
@@ -107,7 +107,7 @@ def report_losses(audit: Auditor, traced: _trace.Traced) -> None:
 @LOSS_16BIT.on_operation("log", "log1p")
 def label_logarithm(op: OpOccurrence, _: Auditor) -> _labels.LogProbability | None:
     """Labels FP32 logarithms."""
-    return _labels.LogProbability() if op.dtype == _core.FLOAT32 and op.is_forward else None
+    return _labels.LogProbability() if op.dtype == _core.FLOAT32 else None
 
 
 @LOSS_16BIT.on_operation("convert_element_type")
@@ -126,8 +126,7 @@ def label_difference(op: OpOccurrence, audit: Auditor) -> RoundedDifference | No
     if op.name == "mul" and op.operands[0] is not op.operands[1]:
         return None
     difference = op.made_by(op.operands[0], _checks.LAYOUT)
-    is_loss = op.is_forward and op.location.differentiated
-    if not is_loss or difference is None or difference.name != "sub":
+    if not op.location.differentiated or difference is None or difference.name != "sub":
         return None
     labels = audit.flow.labels(_Difference, difference.result)
     is_reported = any(isinstance(label.rounded, UserCast) for label in labels)
@@ -141,7 +140,7 @@ def label_difference(op: OpOccurrence, audit: Auditor) -> RoundedDifference | No
 @LOSS_16BIT.on_operation("reduce_sum")
 def report_terms(op: OpOccurrence, audit: Auditor) -> None:
     """Reports rounded terms that are summed to a scalar."""
-    if op.is_forward and math.prod(op.result.aval.shape) == 1:
+    if math.prod(op.result.aval.shape) == 1:
         harm = f", and a loss sums the results at {op.where}"
         audit.report(RoundedTerm, op.operands, harm)
 
@@ -161,10 +160,14 @@ _PROBABILITIES = {
 }
 
 
-@LOG_OF_ROUNDED.on_operation(*_PROBABILITIES.keys() - {"softmax"}, "convert_element_type", "div")
+@LOG_OF_ROUNDED.on_operation(
+    *_PROBABILITIES.keys() - {"softmax"},
+    *("convert_element_type", "div"),
+    passes=_checks.NOT_BACKWARD,
+)
 def label_probability(op: OpOccurrence, audit: Auditor) -> Probability | None:
     """Labels 16-bit sigmoids, softmaxes and random numbers."""
-    if not _core.is_16bit(op.dtype) or op.is_backward:
+    if not _core.is_16bit(op.dtype):
         return None
     is_softmax = any(x.normalized for x in audit.flow.labels(_labels.Logits, op.operands[0]))
     # The argument of a tanh may contain the exponential of a matmul, as a standard deviation.
@@ -175,8 +178,7 @@ def label_probability(op: OpOccurrence, audit: Auditor) -> Probability | None:
 @LOG_OF_ROUNDED.on_operation("log", "log1p", "atanh")
 def check_logarithm(op: OpOccurrence, audit: Auditor) -> None:
     """Reports the logarithm or arctanh of a probability that was rounded to 16 bits."""
-    operands = op.operands[:1] if op.is_forward else ()
-    for label in audit.flow.labels(Probability, *operands)[:1]:
+    for label in audit.flow.labels(Probability, op.operands[0])[:1]:
         (name, code), where = _PROBABILITIES[label.name], label.op.where
         function = "arctanh" if op.name == "atanh" else "logarithm"
         message = f"the {function} of a {name} that is rounded to {label.op.dtype.name} at {where}."
@@ -238,9 +240,9 @@ _COMPUTED = _Computed()
 
 
 @LOSS_16BIT.on_operation("dot_general", "conv_general_dilated", "exp", "exp2", "logistic", "tanh")
-def label_computed(op: OpOccurrence, _: Auditor) -> _Computed | None:
+def label_computed(_: OpOccurrence, __: Auditor) -> _Computed:
     """Labels the first functions from which outputs of a model are computed."""
-    return _COMPUTED if op.is_forward else None
+    return _COMPUTED
 
 
 @dataclasses.dataclass(frozen=True)
@@ -258,7 +260,7 @@ def label_cast(op: OpOccurrence, audit: Auditor) -> None:
     The operations that compute a softmax in 16 bits have their own findings.
     """
     (operand,), result = op.operands, op.result
-    if not op.is_forward or _core.FLOAT32 not in (_checks.dtype_of(operand), op.dtype):
+    if _core.FLOAT32 not in (_checks.dtype_of(operand), op.dtype):
         return
     dtype, labels = op.rounded, audit.flow.labels
     is_output = labels(_Computed, operand) and not labels(_labels.LogProbability, operand)
@@ -269,14 +271,14 @@ def label_cast(op: OpOccurrence, audit: Auditor) -> None:
         audit.flow.mark(result, UserCast(op, message, lambda: fix_cast(op)))
 
 
-@ROUNDED_OUTPUT.on_operation("dot_general", "conv_general_dilated", "ragged_dot_general")
+@ROUNDED_OUTPUT.on_operation(*_programs.MATMULS)
 def label_output(op: OpOccurrence, audit: Auditor) -> None:
     """Labels a 16-bit result, and reports it if a softmax or a choice is computed from it."""
     result = op.result
     dtype = _checks.half_of(op.operands[:2]) and _checks.half_of([result])
-    is_model = op.is_forward and not any(map(_checks.is_attention, op.enclosing))
+    is_own = any(map(_checks.is_attention, op.enclosing))
     # The user states the `logits_dtype` of jaxmp's losses.
-    if dtype is None or not is_model or is_in_flax(op, "jaxmp/losses"):
+    if dtype is None or is_own or is_in_flax(op, "jaxmp/losses"):
         return
     message = f"the result is rounded to {dtype.name}, with steps of {_STEPS[dtype]} around 300"
     output = RoundedOutput(op, message, lambda: _fix_output(op, audit))
@@ -304,7 +306,7 @@ def label_sigmoid(op: OpOccurrence, audit: Auditor) -> None:
 def label_softplus(op: OpOccurrence, audit: Auditor) -> None:
     """Labels `log1p(exp(-abs(x)))`, by which losses write a softplus, as a difference from zero."""
     exponential = op.made_by(op.operands[0], _checks.LAYOUT)
-    if op.is_forward and exponential is not None and exponential.name == "exp":
+    if exponential is not None and exponential.name == "exp":
         power = op.body.source_of(exponential.operands[0], _checks.LAYOUT | {"neg", "abs"})
         for rounded in audit.flow.labels(RoundedOutput, power):
             audit.flow.mark(op.result, _Difference(rounded))
@@ -327,7 +329,7 @@ def _fix_output(op: OpOccurrence, audit: Auditor) -> str:
 def label_difference_of_output(op: OpOccurrence, audit: Auditor) -> None:
     """Labels the difference of a rounded result and of a value that does not depend on it."""
     lhs, rhs = op.operands
-    for var, other in ((lhs, rhs), (rhs, lhs)) if op.is_forward else ():
+    for var, other in ((lhs, rhs), (rhs, lhs)):
         for rounded in audit.flow.labels(RoundingError, var):
             if isinstance(rounded, UserCast) and _is_zero(other, op, audit):
                 continue  # A softplus, which rounds no more than its operand.
@@ -373,7 +375,7 @@ def _has_error(rounding: OpOccurrence, var: _programs.Atom, audit: Auditor) -> b
 @ROUNDED_OUTPUT.on_operation("reduce_sum")
 def check_differences(op: OpOccurrence, audit: Auditor) -> None:
     """Reports a rounded result if a loss is a sum of its differences."""
-    if op.is_forward and op.result.aval.size == 1:
+    if op.result.aval.size == 1:
         for label in audit.flow.labels(_Difference, *op.operands):
             harm = f"; the loss at {op.where} subtracts it from other values"
             label.rounded.report(harm)

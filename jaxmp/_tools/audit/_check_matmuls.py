@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jaxmp import _core, _programs
 from jaxmp._core import _compat
 from jaxmp._programs import Atom, Equation
-from jaxmp._tools.audit import _checks, _dataflow, _labels, _trace
+from jaxmp._tools.audit import _checks, _dataflow, _labels
 from jaxmp._tools.audit._auditor import Auditor
 from jaxmp._tools.audit._checks import Check, OpOccurrence
 from jaxmp._tools.audit._origins import (
@@ -55,7 +55,7 @@ def check_promotion(op: OpOccurrence, audit: Auditor) -> None:
     JAX casts and computes in one call, at one line of the source. A cast that the user wrote is a
     call of its own, and casts by autocast have a name scope.
     """
-    if _programs.AUTOCAST in str(op.equation.source_info.name_stack) or not op.is_forward:
+    if _programs.AUTOCAST in str(op.equation.source_info.name_stack):
         return
     (operand,), result = op.operands, op.result
     source, target = _checks.dtype_of(operand), op.dtype
@@ -75,7 +75,7 @@ def check_promotion(op: OpOccurrence, audit: Auditor) -> None:
                 _label_promotion(op, reader, others, audit)
 
 
-@IMPLICIT_PROMOTION.on_matmul
+@IMPLICIT_PROMOTION.on(_checks.MATMUL)
 def report_matmul(op: OpOccurrence, matmul: _programs.Matmul, flops: int, audit: Auditor) -> None:
     """Reports promotions that make a matmul wide; their fix is that of the matmul, too."""
     is_wide = bool({_core.FLOAT32, _core.FLOAT64} & {matmul.lhs, matmul.rhs})
@@ -207,7 +207,7 @@ MIXED_OPERANDS = Check(
 # ---------------------------------------------------------------------------
 
 
-@MIXED_OPERANDS.on_matmul
+@MIXED_OPERANDS.on(_checks.MATMUL)
 def check_operands(op: OpOccurrence, matmul: _programs.Matmul, flops: int, audit: Auditor) -> None:
     """Reports operands of two dtypes."""
     dtypes = matmul.lhs, matmul.rhs
@@ -230,7 +230,7 @@ def check_operands(op: OpOccurrence, matmul: _programs.Matmul, flops: int, audit
     audit.add(MIXED_OPERANDS, op, f"{message}{precision}.", fix, severity=severity, flops=flops)
 
 
-@FP32_MATMUL.on_matmul
+@FP32_MATMUL.on(_checks.MATMUL)
 def check_fp32(op: OpOccurrence, matmul: _programs.Matmul, flops: int, audit: Auditor) -> None:
     """Reports FP32 operands where 16 bits are required, or where they were 16 bits before."""
     if not (matmul.lhs == matmul.rhs == _core.FLOAT32) or _is_fp32_by_design(op, matmul, audit):
@@ -245,7 +245,7 @@ def check_fp32(op: OpOccurrence, matmul: _programs.Matmul, flops: int, audit: Au
         _report_fp32(op, min(dtype.name for dtype in allowed), flops, audit)
 
 
-@FP32_MATMUL.on_operation("custom_linear_solve", "call_hi_primitive")
+@FP32_MATMUL.on_operation("custom_linear_solve", "call_hi_primitive", passes=_checks.ALL_PASSES)
 def collect_solver(op: OpOccurrence, audit: Auditor) -> None:
     """Collects the matmuls of a linear solve or a root, which keep their dtype under autocast."""
     inside = (_programs.equations(jaxpr) for jaxpr in _programs.sub_jaxprs(op.equation))
@@ -317,7 +317,7 @@ def _is_router(op: OpOccurrence, audit: Auditor) -> bool:
     return op.is_forward and is_narrow and _programs.Use.ORDER in audit.use_of(result)
 
 
-@OFF_POLICY_MATMUL.on_matmul
+@OFF_POLICY_MATMUL.on(_checks.MATMUL)
 def check_policy(op: OpOccurrence, matmul: _programs.Matmul, flops: int, audit: Auditor) -> None:
     """Reports a 16-bit dtype that the policies do not allow."""
     dtype, allowed = matmul.lhs, audit.context.allowed_dtypes(op.location.names)
@@ -331,8 +331,8 @@ def check_policy(op: OpOccurrence, matmul: _programs.Matmul, flops: int, audit: 
     audit.add(OFF_POLICY_MATMUL, op, message, fix, flops=flops)
 
 
-@FP32_MATMUL.on_program
-def suggest_autocast(audit: Auditor, _: _trace.Traced) -> None:
+@FP32_MATMUL.on(_checks.PROGRAM)
+def suggest_autocast(audit: Auditor) -> None:
     """Replaces the fix where the model is wrapped already, and wrapping does not reach a matmul."""
     rows, context = audit.matmuls, audit.context
     if any(names and _core.is_16bit(jnp.dtype(lhs)) for names, _, lhs, _ in rows):
@@ -341,8 +341,8 @@ def suggest_autocast(audit: Auditor, _: _trace.Traced) -> None:
                 finding.fix = finding.fix.replace(context.wrap_code, context.autocast_code)
 
 
-@FP32_MATMUL.on_program
-def report_bytes(audit: Auditor, _: _trace.Traced) -> None:
+@FP32_MATMUL.on(_checks.PROGRAM)
+def report_bytes(audit: Auditor) -> None:
     """Adds the share of bytes to the messages about matmuls that leave 16 bits."""
     for finding in audit.findings:
         if finding.check in (FP32_MATMUL, MIXED_OPERANDS):
@@ -431,7 +431,7 @@ MISALIGNED_MATMUL = Check(
 )
 
 
-@MISALIGNED_MATMUL.on_matmul
+@MISALIGNED_MATMUL.on(_checks.MATMUL)
 def check_sizes(op: OpOccurrence, matmul: _programs.Matmul, flops: int, audit: Auditor) -> None:
     """Reports innermost dimensions that are not multiples of 16 bytes."""
     # A step that does not follow its policies yet is padded for their dtype.

@@ -8,7 +8,7 @@ import jax.tree_util as jtu
 import numpy as np
 
 from jaxmp import _core, _programs
-from jaxmp._tools.audit import _auditor, _checks, _dataflow, _labels, _origins, _rows, _trace
+from jaxmp._tools.audit import _auditor, _checks, _dataflow, _labels, _origins, _rows
 from jaxmp._tools.fixes import _rewrite
 
 # ---------------------------------------------------------------------------
@@ -82,7 +82,7 @@ _POWERS = _core.named("integer_pow square one_minus_square")
 # ---------------------------------------------------------------------------
 
 
-@SOFTMAX_16BIT.on_16_bits
+@SOFTMAX_16BIT.on(_checks.HALF)
 def check_softmax(op: _checks.OpOccurrence, dtype: np.dtype, audit: _auditor.Auditor) -> None:
     """Reports the exponential of a softmax."""
     if _role_of_exponential(op, audit) == "softmax":
@@ -93,7 +93,7 @@ def check_softmax(op: _checks.OpOccurrence, dtype: np.dtype, audit: _auditor.Aud
         audit.add(SOFTMAX_16BIT, op, message, fix)
 
 
-@LOSS_16BIT.on_16_bits
+@LOSS_16BIT.on(_checks.HALF)
 def check_loss(op: _checks.OpOccurrence, dtype: np.dtype, audit: _auditor.Auditor) -> None:
     """Reports the exponential or the logarithm of a log-sum-exp."""
     if _role_of_exponential(op, audit) == "log-sum-exp":
@@ -101,21 +101,22 @@ def check_loss(op: _checks.OpOccurrence, dtype: np.dtype, audit: _auditor.Audito
         audit.add(LOSS_16BIT, op, message, _origins.fix_operation(op))
 
 
-@LOSS_16BIT.on_program
-def check_results(audit: _auditor.Auditor, traced: _trace.Traced) -> Iterable[_rows.Finding]:
+@LOSS_16BIT.on(_checks.PROGRAM)
+def check_results(audit: _auditor.Auditor) -> Iterable[_rows.Finding]:
     """Reports 16-bit scalars that the program returns alone or in tuples, such as losses.
 
     Those that a step adds to an argument, such as an FP32 master, are state, of which other
     checks report updates.
     """
-    for (path, aval), var in zip(traced.results, traced.jaxpr.outvars, strict=False):
+    traced = audit.traced
+    for (path, aval), var in zip(traced.results, audit.results, strict=False):
         is_returned = all(isinstance(key, jtu.SequenceKey) for key in path)
         is_loss = aval.shape == () and aval.dtype in _core.FLOATS_16BIT and is_returned
         updated = audit.flow.labels(_dataflow.Update, var) if audit.has_backward else ()
         is_loss &= not any(
             x.has_gradient or traced.variables[x.number].aval.dtype == aval.dtype for x in updated
         )
-        op = traced.maker_of(var, audit.findings) if is_loss else None
+        op = audit.maker_of(var) if is_loss else None
         if op is not None:
             message = f"result{jtu.keystr(path)} is a scalar in {aval.dtype.name}."
             yield LOSS_16BIT.finding(message, _origins.fix_operation(op), op)
@@ -157,12 +158,12 @@ def _follows_sum_of_exp(op: _checks.OpOccurrence) -> bool:
 # ---------------------------------------------------------------------------
 
 
-@NORM_16BIT.on_operation("sqrt", "rsqrt")
+@NORM_16BIT.on_operation("sqrt", "rsqrt", passes=_checks.NOT_BACKWARD)
 def check_root(op: _checks.OpOccurrence, audit: _auditor.Auditor) -> None:
     """Reports the root of a mean, by which a norm divides or multiplies."""
     dtype = _checks.half_of(op.operands)
     is_norm = op.name == "rsqrt" or is_sum(op)
-    if dtype is None or op.is_backward or not is_norm or op.result not in op.body.consumers:
+    if dtype is None or not is_norm or op.result not in op.body.consumers:
         return
     limit = "8 bits of precision" if dtype.name == "bfloat16" else "no values below 6e-8"
     message = f"{op.name} in {dtype.name}: the variance or sum of squares has {limit}."
@@ -182,10 +183,11 @@ def check_power_iteration(op: _checks.OpOccurrence, audit: _auditor.Auditor) -> 
         audit.add(NORM_16BIT, op, message, _origins.fix_operation(op) or _FIX_POWER)
 
 
-@NORM_16BIT.on_program
-def suggest_storage(audit: _auditor.Auditor, traced: _trace.Traced) -> None:
+@NORM_16BIT.on(_checks.PROGRAM)
+def suggest_storage(audit: _auditor.Auditor) -> None:
     """Replaces the fix where Flax computes a norm of 16-bit weights, as in `nn.SpectralNorm`."""
-    may_be_weights, has_policies = traced.may_be_weights(), audit.context.policies is not None
+    traced, has_policies = audit.traced, audit.context.policies is not None
+    may_be_weights = traced.may_be_weights()
     for finding in (f for f in audit.findings if f.check is NORM_16BIT and has_policies):
         op, call = finding.op, _origins.call_and_type(finding.op.equation)
         here = _programs.equations(op.body.jaxpr, inside=False)
@@ -215,8 +217,6 @@ class OnePass(_labels.ConditionalFinding):
 @NORM_16BIT.on_operation("sub")
 def label_variance(op: _checks.OpOccurrence, audit: _auditor.Auditor) -> OnePass | None:
     """Labels a variance in one pass if a part of it was rounded after it was summed."""
-    if not op.is_forward:
-        return None
     lhs, rhs = (list(made_of(var, op.body, _NEAR | _SQUARES)) for var in op.operands)
     is_one_pass = any(map(is_square, rhs))
     is_one_pass &= any(map(_contains_sum, lhs)) and any(map(_contains_sum, rhs))
@@ -261,7 +261,7 @@ class ForwardUse(_labels.ConditionalFinding):
     check = EXP_16BIT
 
 
-@EXP_16BIT.on_16_bits
+@EXP_16BIT.on(_checks.HALF)
 def check_exponential(
     op: _checks.OpOccurrence, dtype: np.dtype, audit: _auditor.Auditor
 ) -> ForwardUse | None:
@@ -326,10 +326,10 @@ def label_parameter(op: _checks.OpOccurrence, audit: _auditor.Auditor) -> Rounde
     is_rounded = _checks.half_of([*op.operands, *op.equation.outvars]) is not None
     fix = keep_parameter(op, audit) if is_rounded else ""
     message = "a parameter is rounded to 16 bits"
-    return RoundedParameter(op, message, fix) if fix and op.is_forward else None
+    return RoundedParameter(op, message, fix) if fix else None
 
 
-@EXP_16BIT.on_operation("exp", "exp2", "expm1")
+@EXP_16BIT.on_operation("exp", "exp2", "expm1", passes=_checks.NOT_BACKWARD)
 def check_parameter(op: _checks.OpOccurrence, audit: _auditor.Auditor) -> None:
     """Reports an exponential in FP32 of a rounded parameter, such as a softplus, but no softmax."""
     if _checks.half_of(op.operands) is None and not _role_of_exponential(op, audit):
@@ -344,14 +344,13 @@ _ROOTS = ("params", "model")
 @EXP_16BIT.on_operation(*_labels.REDUCES)
 def report_reduced(op: _checks.OpOccurrence, audit: _auditor.Auditor) -> None:
     """Reports exponentials that a reduction of the forward pass reads."""
-    if op.is_forward:
-        audit.report(ForwardUse, op.operands, "")
+    audit.report(ForwardUse, op.operands, "")
 
 
-@EXP_16BIT.on_program
-def report_results(audit: _auditor.Auditor, traced: _trace.Traced) -> None:
+@EXP_16BIT.on(_checks.PROGRAM)
+def report_results(audit: _auditor.Auditor) -> None:
     """Reports exponentials that the program returns."""
-    audit.report(ForwardUse, traced.jaxpr.outvars, "")
+    audit.report(ForwardUse, audit.results, "")
 
 
 def _report_forward_use(use: ForwardUse, audit: _auditor.Auditor) -> ForwardUse | None:

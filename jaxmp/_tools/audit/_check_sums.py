@@ -17,7 +17,6 @@ from jaxmp._tools.audit import _check_ops, _check_state, _checks, _dataflow, _la
 from jaxmp._tools.audit._auditor import Auditor
 from jaxmp._tools.audit._checks import OpOccurrence
 from jaxmp._tools.audit._rows import Finding
-from jaxmp._tools.audit._trace import Traced
 from jaxmp._tools.fixes import _rewrite
 from jaxmp._tools.report import _section
 
@@ -45,7 +44,7 @@ FIX_ACCUMULATOR = (
 # ---------------------------------------------------------------------------
 
 
-@_check_ops.REDUCTION_16BIT.on_16_bits
+@_check_ops.REDUCTION_16BIT.on(_checks.HALF)
 def check_sum(op: OpOccurrence, dtype: np.dtype, audit: Auditor) -> None:
     """Reports a reduction of many terms."""
     if op.name not in _check_ops.REDUCTIONS:
@@ -70,7 +69,7 @@ def check_sum(op: OpOccurrence, dtype: np.dtype, audit: Auditor) -> None:
         audit.add(_check_ops.REDUCTION_16BIT, op, message, fix, severity=_checks.WARNING)
 
 
-@_check_ops.REDUCTION_16BIT.on_operation(*_programs.LOOPS)
+@_check_ops.REDUCTION_16BIT.on_operation(*_programs.LOOPS, passes=_checks.ALL_PASSES)
 def check_loop(op: OpOccurrence, audit: Auditor) -> None:
     """Reports a loop that adds to a 16-bit carry what does not depend on that carry.
 
@@ -197,9 +196,7 @@ def _is_after_gradient(op: OpOccurrence) -> bool:
 def check_associative_scan(op: OpOccurrence, audit: Auditor) -> None:
     """Reports `lax.associative_scan` with sums in 16 bits, which JAX traces as single additions."""
     dtype = _checks.half_of(op.equation.outvars)
-    if dtype is None or not op.is_forward:
-        return
-    if any(code.co_name == "associative_scan" for code in op.codes):
+    if dtype is not None and any(code.co_name == "associative_scan" for code in op.codes):
         message = f"an associative scan adds in {dtype.name}, in which a factor of 0.999 is 1."
         fix = f"Cast the {dtype.name} arrays to FP32 before `lax.associative_scan`, and its"
         fix += " results back after it."
@@ -230,7 +227,7 @@ def check_recurrence(op: OpOccurrence, audit: Auditor) -> None:
     carry; both are not linear recurrences. A sum without a factor is a running sum, which
     `reduction_16bit` reports.
     """
-    for carry, linear in _linear_carries(op, False) if op.is_forward else ():
+    for carry, linear in _linear_carries(op, False):
         if linear.is_scaled:
             _report_recurrence(op, carry, linear, audit)
 
@@ -319,7 +316,7 @@ def check_small_steps(op: OpOccurrence, audit: Auditor) -> None:
     length, body = op.loop.length or _UNKNOWN_STEPS, _programs.Body(op.loop.jaxpr)
     for carry, result in zip(op.loop.incoming, op.loop.outgoing, strict=True):
         dtype = _checks.half_of([carry])
-        steps = [] if dtype is None or not op.is_forward else _steps_of(carry, result, body)
+        steps = [] if dtype is None else _steps_of(carry, result, body)
         factors = [abs(factor) for _, factor in steps if factor]
         if dtype is None or not factors or len(factors) < len(steps):
             continue
@@ -373,12 +370,14 @@ def _steps_of(
 _CHANGES = _core.named("mul div add sub max min clamp")
 
 
-@_check_ops.ACCUMULATOR_16BIT.on_program
-def check_running_state(audit: Auditor, traced: Traced) -> Iterator[Finding]:
+@_check_ops.ACCUMULATOR_16BIT.on(_checks.PROGRAM)
+def check_running_state(audit: Auditor) -> Iterator[Finding]:
     """Reports sums, counters, statistics and other averages that a step updates in 16 bits."""
-    step = _check_state.step_of(audit, traced)
+    step = _check_state.step_of(audit)
     # The keys of the results below the position in a tuple.
-    returned = {jtu.keystr(path[n:]) for path, _ in traced.results for n in (0, 1) if path[n:]}
+    returned = {
+        jtu.keystr(path[n:]) for path, _ in audit.traced.results for n in (0, 1) if path[n:]
+    }
     key_of = lambda update: (update.op.line, update.factor)
     for (_, factor), updates in _section.grouped(step.state_16bit(returned), key_of).items():
         text = "are updated in 16 bits: changes below {least} of a value are rounded away"
@@ -438,9 +437,10 @@ def label_change(op: OpOccurrence, audit: Auditor) -> ChangedCopy | None:
     return ChangedCopy(op, message, fix)
 
 
-@_check_state.MISSING_MASTER.on_program
-def report_changes(audit: Auditor, traced: Traced) -> None:
+@_check_state.MISSING_MASTER.on(_checks.PROGRAM)
+def report_changes(audit: Auditor) -> None:
     """Reports changed copies that the step returns in place of its 16-bit parameters."""
+    traced = audit.traced
     variables = [v for v in traced.variables if v.aval.size > 1 and _checks.half_of([v])]
     shapes = {(v.aval.shape, _checks.dtype_of(v)) for v in variables}
 
@@ -448,7 +448,7 @@ def report_changes(audit: Auditor, traced: Traced) -> None:
         sums = [x for x in audit.flow.of(var) if isinstance(x, (_dataflow.From, _dataflow.Update))]
         return any(_core.is_16bit(_checks.dtype_of(traced.variables[x.number])) for x in sums)
 
-    outs = [v for v in traced.jaxpr.outvars if (v.aval.shape, _checks.dtype_of(v)) in shapes]
+    outs = [v for v in audit.results if (v.aval.shape, _checks.dtype_of(v)) in shapes]
     results = [v for v in outs if _programs.is_literal(v) or not is_average(v)]
     audit.report(ChangedCopy, results, ", so that the masters do not have the change")
 

@@ -65,41 +65,36 @@ class Check:
         fields = {"severity": self.severity, "file": file, "line": line} | fields
         return Finding(check=self.id, message=message, fix=fix or self.fix, **fields)
 
-    def on_operation(self, *primitives: str) -> Callable[[Function], Function]:
-        """Registers a function `(op, audit) -> label or None` for some primitives.
+    def on_operation(
+        self, *primitives: str, passes: Iterable[str] = (_programs.FORWARD,)
+    ) -> Callable[[Function], Function]:
+        """Registers a function `(op, audit) -> label or None` for some primitives and passes.
 
         Its operands and results already have their other labels, and the operations inside of it
         were visited.
         """
-        return _registration([ON_OPERATION[name] for name in primitives])
+        return _registration([ON[name, phase] for name in primitives for phase in passes])
 
-    def on_16_bits(self, function: Function) -> Function:
-        """Registers a function `(op, dtype, audit) -> label or None`."""
-        return _registration([ON_16_BITS])(function)
+    def on(self, event: str) -> Callable[[Function], Function]:
+        """Registers a function for an event.
 
-    def on_matmul(self, function: Function) -> Function:
-        """Registers a function `(op, matmul, flops, audit) -> None`."""
-        return _registration([ON_MATMUL])(function)
-
-    def on_program(self, function: Function) -> Function:
-        """Registers a function `(audit, traced) -> findings or None`."""
-        return _registration([ON_PROGRAM])(function)
-
-    def on_compiled(self, function: Function) -> Function:
-        """Registers a function `(program, audit) -> findings`."""
-        return _registration([ON_COMPILED])(function)
+        Args:
+          event: `HALF` for a function `(op, dtype, audit) -> None`, `MATMUL` for one
+            `(op, matmul, flops, audit) -> None`, `PROGRAM` for `(audit) -> findings or None` and
+            `COMPILED` for `(program, audit) -> findings`.
+        """
+        return _registration([ON[event]])
 
 
 # Id -> check, in the order of the imports in `_audit.py`. Findings of one severity are sorted by
 # it, except for notes.
 CHECKS: dict[str, Check] = {}
 
-# Primitive -> functions.
-ON_OPERATION: defaultdict[str, list[Callable[..., Any]]] = defaultdict(list)
-ON_16_BITS: list[Callable[..., Any]] = []
-ON_MATMUL: list[Callable[..., Any]] = []
-ON_PROGRAM: list[Callable[..., Any]] = []
-ON_COMPILED: list[Callable[..., Any]] = []
+# (Primitive, pass), or another event -> functions.
+ON: defaultdict[Any, list[Callable[..., Any]]] = defaultdict(list)
+HALF, MATMUL, PROGRAM, COMPILED = "16 bits", "matmul", "program", "compiled program"
+ALL_PASSES = _programs.FORWARD, _programs.RECOMPUTE, _programs.BACKWARD
+NOT_BACKWARD = ALL_PASSES[:2]
 
 
 def _registration(lists: list[list[Callable[..., Any]]]) -> Callable[[Function], Function]:
@@ -189,6 +184,10 @@ class PendingFindings:
         finding.flops += flops
         finding.bytes += bytes_of_matmul(op) if op.name in _programs.MATMULS else 0
         return finding
+
+    def remove(self, finding: PendingFinding) -> None:
+        """Removes a finding."""
+        self._by_key = {key: each for key, each in self._by_key.items() if each is not finding}
 
     def __iter__(self) -> Iterator[PendingFinding]:
         return iter(self._by_key.values())

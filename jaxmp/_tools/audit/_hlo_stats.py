@@ -200,6 +200,7 @@ def read_program(
         memory,
         (*notes, *_chip_notes(compiled.chip, memory, gemms)),
         origins,
+        compiled,
     )
 
 

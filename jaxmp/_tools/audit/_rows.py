@@ -242,8 +242,9 @@ class Compilation(NamedTuple):
     collectives: tuple[CollectiveRow, ...]
     memory: MemoryRow
     notes: tuple[str, ...]
-    # `Origins` of the program, for the checks.
+    # `Origins` and `Compiled` of the program, for the checks.
     origins: Any
+    compiled: Any
 
 
 # ---------------------------------------------------------------------------

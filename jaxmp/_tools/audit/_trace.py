@@ -18,7 +18,6 @@ from jax.extend.core import ClosedJaxpr
 
 from jaxmp import _core, _programs
 from jaxmp._core import _compat
-from jaxmp._tools.audit._checks import OpOccurrence, PendingFindings
 from jaxmp._tools.audit._labels import FloatInput
 from jaxmp.errors import AuditError
 from jaxmp.optim import _roles
@@ -144,28 +143,6 @@ class Traced:
             leaf.role or (_roles.PARAMETER if flag and is_float(leaf.value) else _roles.INPUT)
             for leaf, flag in zip(self.leaves, self.may_be_weights(), strict=True)
         ]
-
-    @functools.cached_property
-    def _body_of(self) -> Callable[[Any], _programs.Body]:
-        """Jaxpr of the program -> its makers and readers."""
-        return functools.cache(_programs.Body)
-
-    def maker_of(self, result: _programs.Atom, findings: PendingFindings) -> OpOccurrence | None:
-        """Returns the operation that computes a result, inside of the calls that return it."""
-        jaxpr, var, op = self.jaxpr, result, None
-        location, locations = _programs.Location(), _programs.Locations()
-        while var is not None:
-            body = self._body_of(jaxpr)
-            maker = body.maker(var)
-            if maker is None:
-                break
-            location = locations.of(maker, location)
-            op = OpOccurrence(maker, location, 1, body, findings, op)
-            below, var = var, None
-            for inner in _programs.inners(maker)[-1:]:
-                pairs = zip(inner.results, inner.jaxpr.outvars, strict=True)
-                jaxpr, var = inner.jaxpr, next((v for result, v in pairs if result is below), None)
-        return op
 
 
 def check_function(fn: object, name: str) -> None:
