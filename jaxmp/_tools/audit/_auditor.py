@@ -137,9 +137,7 @@ class Auditor:
 
     def __init__(self, context: PolicyContext) -> None:
         self.context, self.locations = context, _programs.Locations()
-        self.findings = _checks.PendingFindings(self._is_after_gradient)
-        # For checks: reports an operation.
-        self.add = self.findings.add
+        self.findings = _checks.PendingFindings(self)
         self.flow = Flow(context.ops)
         self._uses: dict[Any, _programs.Use] = {}
         # The program, its jaxpr, and the jaxpr that is being walked, in which checks look up
@@ -213,7 +211,8 @@ class Auditor:
         for label in sorted(self.flow.labels(cls, *variables), key=lambda label: label.number):
             label.report(harm)
 
-    def _is_after_gradient(self, op: _checks.OpOccurrence) -> bool:
+    def is_after_gradient(self, op: _checks.OpOccurrence) -> bool:
+        """Returns True outside of modules and derivatives for a value computed from gradients."""
         return op.location.is_outside and _dataflow.GRADIENT in self.flow.of_all(op.operands)
 
     # -- the walk ---------------------------------------------------------------------------
@@ -262,14 +261,14 @@ class Auditor:
     def _labels_of_checks(self, op: _checks.OpOccurrence) -> Iterator[Any]:
         """Runs the checks of an operation, and yields the labels that they return."""
         for function in _checks.ON.get((op.name, op.location.phase), ()):
-            yield function(op, self)
+            yield function(op)
         # The operations that the op table requires in FP32.
         is_sensitive = self.context.ops.category(op.name) == "fp32"
         dtype = _checks.half_of(op.operands) if is_sensitive else None
         # Derivatives leave equations whose results nothing reads. Compilers remove them.
         if dtype is not None and any(var in op.body.consumers for var in op.equation.outvars):
             for function in _checks.ON[_checks.HALF]:
-                yield function(op, dtype, self)
+                yield function(op, dtype)
 
     def _enter(self, op: _checks.OpOccurrence) -> None:
         equation, form = op.equation, _programs.form_of(op.equation)
@@ -316,7 +315,7 @@ class Auditor:
             self.notes[f"{text} has no floating-point operations"] = None
             return
         flops = self._count(op, matmul)
-        if self._is_after_gradient(op):
+        if self.is_after_gradient(op):
             row = op.equation.outvars, flops
             self.after_gradient[op.where].append(row)
         self._record_fp8(op, matmul)
@@ -327,7 +326,7 @@ class Auditor:
         if contracts and is_float and not _programs.is_inner_product(op.equation):
             self.matmul_bytes += _checks.bytes_of_matmul(op)
             for function in _checks.ON[_checks.MATMUL]:
-                function(op, matmul, flops, self)
+                function(op, matmul, flops)
         if op.is_forward and _core.FLOAT16 in dtypes:
             self.flow.has_float16 = True
         if not op.is_backward:

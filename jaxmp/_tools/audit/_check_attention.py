@@ -37,16 +37,16 @@ _ON_GPU = "audit(..., target='h200') reports the choice for a GPU."
 
 
 @UNFUSED_ATTENTION.on_operation("reduce_sum")
-def collect_sums(op: OpOccurrence, audit: _auditor.Auditor) -> None:
+def collect_sums(op: OpOccurrence) -> None:
     """Collects the logits whose exponentials are summed; a softplus does not sum them."""
-    labels = audit.flow.labels(_labels.Logits, op.operands[0])
-    audit.collected[_labels.Logits] += [label for label in labels if label.normalized]
+    labels = op.labels(_labels.Logits, op.operands[0])
+    op.audit.collected[_labels.Logits] += [label for label in labels if label.normalized]
 
 
 @UNFUSED_ATTENTION.on_operation("dot_general")
-def check_matmuls(op: OpOccurrence, audit: _auditor.Auditor) -> None:
+def check_matmuls(op: OpOccurrence) -> None:
     """Reports attention that is written as two matmuls around a softmax."""
-    logits = _attention_logits(op, audit)
+    logits = _attention_logits(op)
     if logits is None or any(map(_checks.is_attention, op.enclosing)):
         return
     aval = logits.equation.outvars[0].aval
@@ -54,11 +54,11 @@ def check_matmuls(op: OpOccurrence, audit: _auditor.Auditor) -> None:
     message = f"{_why_unfused(logits)}; its logits have the shape {list(aval.shape)} and take"
     message += f" {_section.bytes_text(size)} of memory."
     flops = 2 * _programs.matmul_of(op.equation).flops * op.times
-    audit.add(UNFUSED_ATTENTION, logits, message, flops=flops)
+    logits.add(UNFUSED_ATTENTION, message, flops=flops)
 
 
 @UNFUSED_ATTENTION.on_operation("jit")
-def check_calls(op: OpOccurrence, audit: _auditor.Auditor) -> None:
+def check_calls(op: OpOccurrence) -> None:
     """Reports calls of jaxmp's attention that do not run a fused kernel."""
     if not _checks.is_attention(op.equation):
         return
@@ -71,20 +71,20 @@ def check_calls(op: OpOccurrence, audit: _auditor.Auditor) -> None:
     flops = sum(
         _programs.count_flops(inner.jaxpr).total() for inner in _programs.inners(op.equation)
     )
-    audit.add(UNFUSED_ATTENTION, op, message, fix, flops=flops * op.times)
+    op.add(UNFUSED_ATTENTION, message, fix, flops=flops * op.times)
 
 
-def _attention_logits(op: OpOccurrence, audit: _auditor.Auditor) -> OpOccurrence | None:
+def _attention_logits(op: OpOccurrence) -> OpOccurrence | None:
     """Returns the matmul q k^T if `op` multiplies the softmax of its result by the values."""
     values = _programs.dot_of(op.equation)
     for index, var in enumerate(op.operands[:2]):
-        labels = audit.flow.labels(_labels.Logits, var)
+        labels = op.labels(_labels.Logits, var)
         for logits in (label.op for label in labels if label.normalized):
             shape = logits.result.aval.shape
             batches = len(_programs.dot_of(logits.equation).batch[0])
             is_one_axis = len(values.contracted[index]) == 1 and batches == len(values.batch[0])
             size, heads = math.prod(shape), math.prod(shape[:batches])
-            summed = audit.collected[_labels.Logits]
+            summed = op.audit.collected[_labels.Logits]
             is_softmax = any(logits.equation is each.op.equation for each in summed)
             is_softmax &= size > _BLOCK * heads and (batches > 0 or not _is_layer(logits))
             if is_softmax and is_one_axis and size == math.prod(var.aval.shape):
@@ -151,15 +151,15 @@ DENSE_MASK = Check(
 
 
 @DENSE_MASK.on_operation("jit")
-def collect_mask(op: OpOccurrence, audit: _auditor.Auditor) -> None:
+def collect_mask(op: OpOccurrence) -> None:
     """Collects declarations, and the mask of a call of attention in the forward pass."""
     declared = _declared.declaration_of(_programs.name_of(op.equation))
     mask = _mask_operand(op.equation)
     if mask is not None and declared is not None:
-        audit.collected[Declaration].append((op, mask, declared))
+        op.audit.collected[Declaration].append((op, mask, declared))
     if mask is not None and _checks.is_attention(op.equation) and mask.aval.shape[-2] > 1:
         # The elements are None if the mask depends on the program's inputs.
-        audit.collected[DENSE_MASK].append((op, audit.known.value(mask)))
+        op.audit.collected[DENSE_MASK].append((op, op.audit.known.value(mask)))
 
 
 @DENSE_MASK.on(_checks.PROGRAM)
@@ -189,7 +189,7 @@ def check_masks(audit: _auditor.Auditor) -> None:
         message += " for every input."
         path = audit.module_of(op.location.names) if len(structures) > 1 else None
         fix = _fix_declaration(actual, path) if in_layer(op) else _fix_argument(actual)
-        audit.add(DENSE_MASK, op, message, fix)
+        op.add(DENSE_MASK, message, fix)
 
 
 def _mask_operand(equation: _programs.Equation) -> _programs.Atom | None:

@@ -104,49 +104,49 @@ FP8_FALLBACK = Check(
 
 
 @NOT_FP8.on(_checks.MATMUL)
-def check_layers(op: OpOccurrence, matmul: _programs.Matmul, flops: int, audit: Auditor) -> None:
+def check_layers(op: OpOccurrence, matmul: _programs.Matmul, flops: int) -> None:
     """Reports a linear layer in 16 bits for which the policies require FP8."""
-    if not op.is_forward or not audit.context.requires_fp8(op.location):
+    if not op.is_forward or not op.audit.context.requires_fp8(op.location):
         return
     if is_fp8(matmul.lhs) and is_fp8(matmul.rhs):
-        _note_tokens(op, audit)
+        _note_tokens(op)
     if not (_core.is_16bit(matmul.lhs) and _core.is_16bit(matmul.rhs)):
         return
     form, why = _fp8_forms.excluded_form(op.equation)
     if form:
         # The batched matmuls of attention have no kernel.
-        if form != _fp8_forms.FORMS["dot_general"][0] or audit.flow.labels(From, *op.operands[:2]):
+        if form != _fp8_forms.FORMS["dot_general"][0] or op.labels(From, *op.operands[:2]):
             message = f"{form} of {matmul.lhs.name}, but the policies require FP8: {why}."
-            audit.add(NOT_FP8, op, message, _exclude(op, audit), flops=flops)
+            op.add(NOT_FP8, message, _exclude(op), flops=flops)
         return
     if op.name != "dot_general":
         return
-    sizes, context = _note_tokens(op, audit), audit.context
+    sizes, context = _note_tokens(op), op.audit.context
     explained = all(sizes) and _explain.explain_exclusion(*sizes, context.scaling, context.target)
     message = f"{op.name} of {matmul.lhs.name}, but the policies require FP8: "
     reason = explained or "the matmul is not that of a Flax layer, or the layer sets its own"
-    fix = _exclude(op, audit)
+    fix = _exclude(op)
     if "narrow" in reason or "min_width" in reason:
         toml = "    [fp8]\n    min_width = 0"
         fix = f"Use FP8 for narrow layers, too, in the recipe file:\n{toml}\n{fix}"
-    audit.add(NOT_FP8, op, f"{message}{reason}.", fix, flops=flops)
+    op.add(NOT_FP8, f"{message}{reason}.", fix, flops=flops)
 
 
-def _note_tokens(op: OpOccurrence, audit: Auditor) -> tuple[int, int]:
+def _note_tokens(op: OpOccurrence) -> tuple[int, int]:
     """Returns the input and output features of a dot, and notes a decision for other tokens."""
     _, contracted = _programs.dot_of(op.equation).contracted
     rows, shape = (math.prod(var.aval.shape) for var in op.operands[:2])
     k = math.prod(op.operands[1].aval.shape[axis] for axis in contracted)
     n, tokens = shape // max(k, 1), rows // max(k, 1)
-    scaling, target = audit.context.scaling, audit.context.target
+    scaling, target = op.audit.context.scaling, op.audit.context.target
     if not scaling.emulate and _explain.decides_otherwise(k, n, scaling, tokens, target):
-        audit.notes[_explain.other_tokens("/".join(op.location.names), tokens, 1)] = None
+        op.audit.notes[_explain.other_tokens("/".join(op.location.names), tokens, 1)] = None
     return k, n
 
 
-def _exclude(op: OpOccurrence, audit: Auditor) -> str:
-    path = audit.context.rule_path(op.location.names)
-    code = audit.context.with_rule(f"jaxmp.Rule({path!r}, 'matmul=default')")
+def _exclude(op: OpOccurrence) -> str:
+    path = op.audit.context.rule_path(op.location.names)
+    code = op.audit.context.with_rule(f"jaxmp.Rule({path!r}, 'matmul=default')")
     return f"Exclude the module by a rule:\n    {code}"
 
 
@@ -158,11 +158,11 @@ _ONE_SCALE = (
 
 
 @NOT_FP8.on_operation("jit", passes=_checks.ALL_PASSES)
-def note_scales(op: OpOccurrence, audit: Auditor) -> None:
+def note_scales(op: OpOccurrence) -> None:
     """Notes once in a program that tensors are quantized with one scale."""
     is_quantization = _programs.name_of(op.equation).startswith(_programs.QUANTIZE)
     if is_quantization and any(var.aval.shape == () for var in op.equation.outvars):
-        audit.notes[_ONE_SCALE] = None
+        op.audit.notes[_ONE_SCALE] = None
 
 
 @FP8_FALLBACK.on(_checks.COMPILED)

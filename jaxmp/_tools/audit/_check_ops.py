@@ -83,22 +83,22 @@ _POWERS = _core.named("integer_pow square one_minus_square")
 
 
 @SOFTMAX_16BIT.on(_checks.HALF)
-def check_softmax(op: _checks.OpOccurrence, dtype: np.dtype, audit: _auditor.Auditor) -> None:
+def check_softmax(op: _checks.OpOccurrence, dtype: np.dtype) -> None:
     """Reports the exponential of a softmax."""
-    if _role_of_exponential(op, audit) == "softmax":
+    if _role_of_exponential(op) == "softmax":
         is_own = op.is_own_call or not op.location.names
-        applied = _origins.apply_code(op, audit.context)
+        applied = _origins.apply_code(op, op.audit.context)
         fix = _origins.fix_operation(op, dtype.name) if is_own else applied
         message = f"softmax in {dtype.name}: its probabilities have {_PRECISION[dtype.name]}."
-        audit.add(SOFTMAX_16BIT, op, message, fix)
+        op.add(SOFTMAX_16BIT, message, fix)
 
 
 @LOSS_16BIT.on(_checks.HALF)
-def check_loss(op: _checks.OpOccurrence, dtype: np.dtype, audit: _auditor.Auditor) -> None:
+def check_loss(op: _checks.OpOccurrence, dtype: np.dtype) -> None:
     """Reports the exponential or the logarithm of a log-sum-exp."""
-    if _role_of_exponential(op, audit) == "log-sum-exp":
+    if _role_of_exponential(op) == "log-sum-exp":
         message = f"log-sum-exp in {dtype.name}: log-probabilities have {_PRECISION[dtype.name]}."
-        audit.add(LOSS_16BIT, op, message, _origins.fix_operation(op))
+        op.add(LOSS_16BIT, message, _origins.fix_operation(op))
 
 
 @LOSS_16BIT.on(_checks.PROGRAM)
@@ -122,7 +122,7 @@ def check_results(audit: _auditor.Auditor) -> Iterable[_rows.Finding]:
             yield LOSS_16BIT.finding(message, _origins.fix_operation(op), op)
 
 
-def _role_of_exponential(op: _checks.OpOccurrence, audit: _auditor.Auditor) -> str:
+def _role_of_exponential(op: _checks.OpOccurrence) -> str:
     """Returns "softmax" or "log-sum-exp" for an operation that is a part of one, or ""."""
     if op.is_backward:
         return ""
@@ -134,7 +134,7 @@ def _role_of_exponential(op: _checks.OpOccurrence, audit: _auditor.Auditor) -> s
         if "log" in after:
             return "log-sum-exp"
         # Attention in blocks divides by a carry of its loop.
-        is_divided = any(_programs.Use.MAGNIFIED in audit.use_of(e.outvars[0]) for e in sums)
+        is_divided = any(_programs.Use.MAGNIFIED in op.audit.use_of(e.outvars[0]) for e in sums)
         return "softmax" if is_divided else ""
     return "log-sum-exp" if op.name == "log" and _follows_sum_of_exp(op) else ""
 
@@ -146,11 +146,13 @@ _PRECISION = {
 
 
 def _follows_sum_of_exp(op: _checks.OpOccurrence) -> bool:
-    makers = made_of(op.operands[0], op.body, _checks.LAYOUT)
-    sums = (maker.invars[0] for maker in makers if maker.primitive.name in _SUMS)
     through = _checks.LAYOUT | _WEIGHTS
-    before = (maker for var in sums for maker in made_of(var, op.body, through))
-    return any(maker.primitive.name == "exp" for maker in before)
+    return any(
+        maker.primitive.name == "exp"
+        for total in made_of(op.operands[0], op.body, _checks.LAYOUT)
+        if total.primitive.name in _SUMS
+        for maker in made_of(total.invars[0], op.body, through)
+    )
 
 
 # ---------------------------------------------------------------------------
@@ -159,7 +161,7 @@ def _follows_sum_of_exp(op: _checks.OpOccurrence) -> bool:
 
 
 @NORM_16BIT.on_operation("sqrt", "rsqrt", passes=_checks.NOT_BACKWARD)
-def check_root(op: _checks.OpOccurrence, audit: _auditor.Auditor) -> None:
+def check_root(op: _checks.OpOccurrence) -> None:
     """Reports the root of a mean, by which a norm divides or multiplies."""
     dtype = _checks.half_of(op.operands)
     is_norm = op.name == "rsqrt" or is_sum(op)
@@ -169,18 +171,18 @@ def check_root(op: _checks.OpOccurrence, audit: _auditor.Auditor) -> None:
     message = f"{op.name} in {dtype.name}: the variance or sum of squares has {limit}."
     fix = _origins.fix_operation(op, dtype.name, _origins.SUMS)
     if op.location.names and not _rewrite.in_fp32(op.expression):
-        fix = _origins.apply_code(op, audit.context)
-    audit.add(NORM_16BIT, op, message, fix or _FIX_NORM)
+        fix = _origins.apply_code(op, op.audit.context)
+    op.add(NORM_16BIT, message, fix or _FIX_NORM)
 
 
 @NORM_16BIT.on_operation("dot_general")
-def check_power_iteration(op: _checks.OpOccurrence, audit: _auditor.Auditor) -> None:
+def check_power_iteration(op: _checks.OpOccurrence) -> None:
     """Reports a product of a power iteration in 16 bits."""
     dtype = _checks.half_of(op.operands)
-    if dtype is not None and _dataflow.is_of_power_iteration(op, audit.use_of(op.result)):
+    if dtype is not None and _dataflow.is_of_power_iteration(op):
         message = f"a power iteration multiplies in {dtype.name}, and the gradient of the norm is a"
         message += " difference of close numbers."
-        audit.add(NORM_16BIT, op, message, _origins.fix_operation(op) or _FIX_POWER)
+        op.add(NORM_16BIT, message, _origins.fix_operation(op) or _FIX_POWER)
 
 
 @NORM_16BIT.on(_checks.PROGRAM)
@@ -215,7 +217,7 @@ class OnePass(_labels.ConditionalFinding):
 
 
 @NORM_16BIT.on_operation("sub")
-def label_variance(op: _checks.OpOccurrence, audit: _auditor.Auditor) -> OnePass | None:
+def label_variance(op: _checks.OpOccurrence) -> OnePass | None:
     """Labels a variance in one pass if a part of it was rounded after it was summed."""
     lhs, rhs = (list(made_of(var, op.body, _NEAR | _SQUARES)) for var in op.operands)
     is_one_pass = any(map(is_square, rhs))
@@ -228,10 +230,10 @@ def label_variance(op: _checks.OpOccurrence, audit: _auditor.Auditor) -> OnePass
 
 
 @NORM_16BIT.on_operation("sqrt", "rsqrt", "pow")
-def report_variance(op: _checks.OpOccurrence, audit: _auditor.Auditor) -> None:
+def report_variance(op: _checks.OpOccurrence) -> None:
     """Reports the root of a rounded variance."""
     if op.dtype == _core.FLOAT32:
-        audit.report(OnePass, op.operands, f", whose root is computed at {op.where}")
+        op.report(OnePass, f", whose root is computed at {op.where}")
 
 
 def is_sum(op: _checks.OpOccurrence) -> bool:
@@ -262,9 +264,7 @@ class ForwardUse(_labels.ConditionalFinding):
 
 
 @EXP_16BIT.on(_checks.HALF)
-def check_exponential(
-    op: _checks.OpOccurrence, dtype: np.dtype, audit: _auditor.Auditor
-) -> ForwardUse | None:
+def check_exponential(op: _checks.OpOccurrence, dtype: np.dtype) -> ForwardUse | None:
     """Reports the other operations of the op table's FP32 rows."""
     if op.name in REDUCTIONS or op.name == "rsqrt" or op.is_backward:
         return None
@@ -276,12 +276,12 @@ def check_exponential(
         function = _rewrite.known_function(op.expression)[0]
         back = dtype.name if function.startswith(("jax.nn.", "flax.")) else ""
         fix = _origins.fix_operation(op, back)
-        return _report_forward_use(ForwardUse(op, message, fix, _checks.WARNING), audit)
+        return _report_forward_use(ForwardUse(op, message, fix, _checks.WARNING), op.audit)
     # An argument that is rounded before its sine is a finding of its own.
-    rounded = audit.flow.labels(_labels.RoundedInput, op.operands[0])
-    if _role_of_exponential(op, audit) or (rounded and op.name in _checks.PERIODIC):
+    rounded = op.labels(_labels.RoundedInput, op.operands[0])
+    if _role_of_exponential(op) or (rounded and op.name in _checks.PERIODIC):
         return None
-    keep = keep_parameter(op, audit)
+    keep = keep_parameter(op)
     if not keep and (op.caller in _BOUNDED or _is_bounded(op.equation, op.body)):
         return None
     # A logarithm that is rounded again is reported where a loss sums it.
@@ -289,27 +289,27 @@ def check_exponential(
     fix = _origins.fix_operation(op, back and dtype.name)
     fix = keep or fix or f"Compute {op.name} in FP32: {EXP_16BIT.fix}"
     use = ForwardUse(op, f"{op.name} in {dtype.name}", fix, _checks.ERROR)
-    return _report_forward_use(use, audit)
+    return _report_forward_use(use, op.audit)
 
 
-def keep_parameter(op: _checks.OpOccurrence, audit: _auditor.Auditor) -> str:
+def keep_parameter(op: _checks.OpOccurrence) -> str:
     """Returns the rule that keeps a parameter in FP32, which a policy rounds before the operation.
 
     Returns:
       "" if the operation reads no parameter of its module, or if no policy casts it.
     """
-    if not op.location.names or audit.context.policies is None:
+    if not op.location.names or op.audit.context.policies is None:
         return ""
-    path = audit.context.rule_path(op.location.names)
+    path = op.audit.context.rule_path(op.location.names)
     names = tuple(path.split("/"))
-    for label in audit.flow.labels(_labels.Summand, *op.operands):
+    for label in op.labels(_labels.Summand):
         owner = label.owner
         is_root = not owner or owner[-1] in _ROOTS or owner[-1].isdigit()
         if owner[-len(names) :] == names or (not path and is_root):
             # Read in FP32 alone, it would be what the policy rounded to store it.
-            is_stored = _core.is_16bit(audit.context.policies.default.param_dtype)
+            is_stored = _core.is_16bit(op.audit.context.policies.default.param_dtype)
             dtypes = "p=f32," * is_stored + "c=f32"
-            rule = audit.context.with_rule(f"jaxmp.Rule('**:{label.name}', '{dtypes}')")
+            rule = op.audit.context.with_rule(f"jaxmp.Rule('**:{label.name}', '{dtypes}')")
             return f"Read the parameter in FP32, by a rule:\n    {rule}"
     return ""
 
@@ -321,20 +321,20 @@ class RoundedParameter(_labels.ConditionalFinding):
 
 
 @EXP_16BIT.on_operation("convert_element_type")
-def label_parameter(op: _checks.OpOccurrence, audit: _auditor.Auditor) -> RoundedParameter | None:
+def label_parameter(op: _checks.OpOccurrence) -> RoundedParameter | None:
     """Labels a parameter that a policy rounds, or stores in 16 bits."""
     is_rounded = _checks.half_of([*op.operands, *op.equation.outvars]) is not None
-    fix = keep_parameter(op, audit) if is_rounded else ""
+    fix = keep_parameter(op) if is_rounded else ""
     message = "a parameter is rounded to 16 bits"
     return RoundedParameter(op, message, fix) if fix else None
 
 
 @EXP_16BIT.on_operation("exp", "exp2", "expm1", passes=_checks.NOT_BACKWARD)
-def check_parameter(op: _checks.OpOccurrence, audit: _auditor.Auditor) -> None:
+def check_parameter(op: _checks.OpOccurrence) -> None:
     """Reports an exponential in FP32 of a rounded parameter, such as a softplus, but no softmax."""
-    if _checks.half_of(op.operands) is None and not _role_of_exponential(op, audit):
+    if _checks.half_of(op.operands) is None and not _role_of_exponential(op):
         harm = f" before its {op.name} at {op.where}, which magnifies the rounding"
-        audit.report(RoundedParameter, op.operands, harm)
+        op.report(RoundedParameter, harm)
 
 
 # Keys of the parameters of a root module, besides the number of an argument.
@@ -342,9 +342,9 @@ _ROOTS = ("params", "model")
 
 
 @EXP_16BIT.on_operation(*_labels.REDUCES)
-def report_reduced(op: _checks.OpOccurrence, audit: _auditor.Auditor) -> None:
+def report_reduced(op: _checks.OpOccurrence) -> None:
     """Reports exponentials that a reduction of the forward pass reads."""
-    audit.report(ForwardUse, op.operands, "")
+    op.report(ForwardUse, "")
 
 
 @EXP_16BIT.on(_checks.PROGRAM)
@@ -417,14 +417,8 @@ def reads(
 
 
 def made_of(
-    var: _programs.Atom, body: _programs.Body, primitives: frozenset[str], depth: int = 12
+    var: _programs.Atom, body: _programs.Body, primitives: frozenset[str]
 ) -> Iterator[_programs.Equation]:
     """Yields the equations that compute a value, and the operands of the named primitives."""
-    waiting = [var]
-    while waiting and depth:
-        depth -= 1
-        maker = body.maker(waiting.pop())
-        if maker is not None:
-            yield maker
-            if maker.primitive.name in primitives:
-                waiting += maker.invars
+    makers = map(body.maker, _dataflow.near(var, body, primitives))
+    return (maker for maker in makers if maker is not None)

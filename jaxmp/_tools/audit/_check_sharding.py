@@ -43,19 +43,19 @@ Gather in 16 bits, and sum the gradient in FP32:
 @ALL_REDUCE_16BIT.on_operation(
     "psum", "psum_invariant", "reduce_scatter", passes=_checks.ALL_PASSES
 )
-def label_reductions(op: _checks.OpOccurrence, audit: _auditor.Auditor) -> None:
+def label_reductions(op: _checks.OpOccurrence) -> None:
     """Labels a sum over devices in 16 bits."""
     for operand, result in zip(op.operands, op.equation.outvars, strict=True):
         if _core.is_16bit(_checks.dtype_of(operand)) and operand.aval.size > 1:
-            label = _labels.Reduction16Bit(op, _dataflow.GRADIENT in audit.flow.of(operand))
-            audit.collected[_labels.Reduction16Bit].append(label)
-            audit.flow.mark(result, label)
+            label = _labels.Reduction16Bit(op, _dataflow.GRADIENT in op.audit.flow.of(operand))
+            op.audit.collected[_labels.Reduction16Bit].append(label)
+            op.audit.flow.mark(result, label)
 
 
 @ALL_REDUCE_16BIT.on_operation(*_programs.MATMULS, passes=[_programs.BACKWARD])
-def label_activations(op: _checks.OpOccurrence, audit: _auditor.Auditor) -> None:
+def label_activations(op: _checks.OpOccurrence) -> None:
     """Records that a matmul of the backward pass reads a sum, which is then an activation."""
-    for label in audit.flow.labels(_labels.Reduction16Bit, *op.operands[:2]):
+    for label in op.labels(_labels.Reduction16Bit, *op.operands[:2]):
         label.is_activation = True
 
 
@@ -79,7 +79,7 @@ def _report_reduction(reduction: _labels.Reduction16Bit, audit: _auditor.Auditor
     if op.is_forward and not reduction.is_gradient and is_sum(op):
         message = f"statistics of the batch are averaged over devices in {dtype} ({op.name})."
         fix = f"jax.lax.pmean(x.astype(jnp.float32), {name})"
-        audit.add(ALL_REDUCE_16BIT, op, message, fix_origins(op) or fix)
+        op.add(ALL_REDUCE_16BIT, message, fix_origins(op) or fix)
         return
     if not reduction.is_gradient or reduction.is_activation:
         audit.notes[sum_note(dtype)] = None
@@ -95,7 +95,7 @@ def _report_reduction(reduction: _labels.Reduction16Bit, audit: _auditor.Auditor
         fix = "Let JAX sum the gradient of the FP32 parameters, before the loss casts them:\n"
         fix += f"    params = jax.lax.pcast(params, {name}, to='varying')"
     severity = _checks.ERROR if audit.context.requires_fp32_reductions else _checks.WARNING
-    audit.add(ALL_REDUCE_16BIT, op, message, fix, severity=severity)
+    op.add(ALL_REDUCE_16BIT, message, fix, severity=severity)
 
 
 class Constraint(NamedTuple):
@@ -276,10 +276,10 @@ def check_reductions(program: Compilation, audit: _auditor.Auditor) -> Iterator[
 
 
 @FP32_ALL_GATHER.on_operation("sharding_constraint")
-def collect_constraints(op: _checks.OpOccurrence, audit: _auditor.Auditor) -> None:
+def collect_constraints(op: _checks.OpOccurrence) -> None:
     """Collects the constraints of the forward pass, of which some gather weights."""
-    numbers = (label.number for label in audit.flow.labels(_dataflow.From, op.operands[0]))
-    audit.collected[Constraint].append(Constraint(op, tuple(numbers)))
+    numbers = (label.number for label in op.labels(_dataflow.From, op.operands[0]))
+    op.audit.collected[Constraint].append(Constraint(op, tuple(numbers)))
 
 
 @FP32_ALL_GATHER.on(_checks.COMPILED)
@@ -340,7 +340,7 @@ def check_kept_weights(program: Compilation, audit: _auditor.Auditor) -> Iterato
 
 
 @REDUCTION_PER_MICROBATCH.on_operation(*_programs.LOOPS)
-def collect_loops(op: _checks.OpOccurrence, audit: _auditor.Auditor) -> None:
+def collect_loops(op: _checks.OpOccurrence) -> None:
     """Collects the lengths of loops over microbatches.
 
     A loop over training steps updates its arguments.
@@ -350,8 +350,8 @@ def collect_loops(op: _checks.OpOccurrence, audit: _auditor.Auditor) -> None:
     body = op.loop.jaxpr
     stacks = (str(equation.source_info.name_stack) for equation in _programs.equations(body))
     is_backward = any(_programs.phase_of(stack) == _programs.BACKWARD for stack in stacks)
-    if is_backward and not audit.flow.labels(_dataflow.Update, *body.outvars):
-        audit.collected[REDUCTION_PER_MICROBATCH].append(op.loop.length)
+    if is_backward and not op.audit.flow.labels(_dataflow.Update, *body.outvars):
+        op.audit.collected[REDUCTION_PER_MICROBATCH].append(op.loop.length)
 
 
 @REDUCTION_PER_MICROBATCH.on(_checks.COMPILED)

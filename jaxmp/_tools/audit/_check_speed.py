@@ -232,21 +232,21 @@ class TableRows(Fact):
 
 
 @WIDE_GATHER.on_operation("gather")
-def label_rows(op: OpOccurrence, audit: Auditor) -> TableRows | None:
+def label_rows(op: OpOccurrence) -> TableRows | None:
     """Labels rows of an FP32 argument."""
     table = op.operands[0]
-    is_argument = bool(audit.flow.labels(From, table))
+    is_argument = bool(op.labels(From, table))
     is_lookup = dtype_of(table) == _core.FLOAT32 and is_argument and op.location.differentiated
     return TableRows(op) if is_lookup else None
 
 
 @WIDE_GATHER.on_operation("convert_element_type")
-def check_cast(op: OpOccurrence, audit: Auditor) -> None:
+def check_cast(op: OpOccurrence) -> None:
     """Reports looked-up rows that are cast to 16 bits, if to cast the table moves fewer bytes."""
     dtype, result = op.rounded, op.result
     if dtype is None:
         return
-    for label in audit.flow.labels(TableRows, *op.operands):
+    for label in op.labels(TableRows):
         table = label.op.operands[0].aval
         # The lookup reads and writes FP32 or 16 bits; the cast reads FP32 and writes 16 bits.
         after = 14 * math.prod(result.aval.shape)
@@ -257,4 +257,4 @@ def check_cast(op: OpOccurrence, audit: Auditor) -> None:
             code = f"x = table.astype(jnp.{dtype.name})[tokens]"
             code = code if label.op.is_own_call else f"dtype=jnp.{dtype.name}"
             fix = f"Cast the table before the lookup:\n    {code}"
-            audit.add(WIDE_GATHER, label.op, message, fix)
+            label.op.add(WIDE_GATHER, message, fix)

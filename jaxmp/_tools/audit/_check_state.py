@@ -130,7 +130,7 @@ def check_optimizer_state(audit: _auditor.Auditor) -> Iterator[Finding]:
     is_injected = lambda number: step.leaves[number].field == "hyperparams"
     is_average = lambda number: step.leaves[number].role == _roles.AVERAGE
     numbers = (n for n in step.avals if step.in_optimizer[n] and n not in kept)
-    numbers = (n for n in numbers if step.avals[n].dtype in _core.FLOATS_16BIT)
+    numbers = filter(step.is_16bit, numbers)
     # A schedule, or the step itself, may replace a hyperparameter.
     returned = {label.number for label in audit.flow.labels(From, *audit.results)}
     numbers = (n for n in numbers if n in returned or not is_injected(n))
@@ -205,18 +205,21 @@ class _Step:
                 if (argument.shape, argument.dtype) == (var.aval.shape, _checks.dtype_of(var)):
                     self.updates.setdefault(label.number, []).append(label)
         self.avals = {n: var.aval for n, var in enumerate(traced.variables)}
-        self.dtypes = {n: self.avals[n].dtype for n in self.updates}
         # Numbers of the arguments that are updated with gradients; none if nothing is trained.
         self.learned = {n for n, row in self.updates.items() if any(x.has_gradient for x in row)}
 
     @property
     def trains_fp32(self) -> bool:
         """True if gradients update FP32 arguments only, apart from the optimizer's state."""
-        dtypes = {self.dtypes[n] for n in self.learned if not self.in_optimizer[n]}
-        return bool(dtypes) and not any(map(_core.is_16bit, dtypes))
+        learned = [n for n in self.learned if not self.in_optimizer[n]]
+        return bool(learned) and not any(map(self.is_16bit, learned))
+
+    def is_16bit(self, number: int) -> bool:
+        """Returns True for an argument in 16 bits."""
+        return self.avals[number].dtype in _core.FLOATS_16BIT
 
     def _first_16bit(self) -> list[Update]:
-        return [row[0] for n, row in self.updates.items() if _core.is_16bit(self.dtypes[n])]
+        return [row[0] for n, row in self.updates.items() if self.is_16bit(n)]
 
     def updates_16bit(self) -> list[Update]:
         """Returns the first update of each 16-bit argument of a training step."""
@@ -247,17 +250,16 @@ class _Step:
 
     def is_average(self, update: Update) -> bool:
         """Returns True for an average of parameters, such as an EMA."""
-        is_16bit = lambda n: _core.is_16bit(self.avals[n].dtype)
         shapes_of = lambda numbers: {self.avals[n].shape for n in numbers}
         is_added = lambda update: update.factor == _dataflow.PLUS and update.has_gradient
         masters = {n for n, row in self.updates.items() if any(map(is_added, row))}
-        masters -= set(filter(is_16bit, masters))
+        masters -= set(filter(self.is_16bit, masters))
         # A parameter of the last step, which a master in the state replaces.
         packed = [n for n, leaf in enumerate(self.leaves) if leaf.role == _roles.REMAINDER]
         shapes = shapes_of((*masters, *packed))
-        stored = set(filter(is_16bit, self.flow.differentiated))
-        stored = {n for n in stored if self.avals[n].shape in shapes}
-        trained = masters | stored | (self.flow.differentiated & self.learned)
+        stored = filter(self.is_16bit, self.flow.differentiated)
+        trained = masters.union(n for n in stored if self.avals[n].shape in shapes)
+        trained |= self.flow.differentiated & self.learned
         # A parameter of which a small part is subtracted (weight decay) is not an average.
         is_parameter = update.factor == _dataflow.PLUS and update.number in self.flow.differentiated
         # New parameters with packed masters are bits, which have no summands.
@@ -283,8 +285,8 @@ class _Step:
           fix: the remedy, with the same names; "" for code that makes the first one in FP32.
           **fields: other fields of the finding.
         """
-        for dtype in sorted({self.dtypes[update.number].name for update in updates}):
-            own = [update for update in updates if self.dtypes[update.number].name == dtype]
+        dtype_of = lambda update: self.avals[update.number].dtype.name
+        for dtype, own in sorted(_section.grouped(updates, dtype_of).items()):
             message = f"arguments in {dtype}, such as {self.locations[own[0].number]}, {text}."
             texts = _fill(message, dtype), _fill(fix or self.fix(updates[0]), dtype)
             yield check.finding(*texts, own[0].op, count=len(own), **fields)
@@ -301,9 +303,7 @@ class _Step:
         (result,) = update.op.equation.outvars
         for reader in (update.op.equation, *update.op.body.readers(result)):
             cast = update.op.sibling(reader)
-            is_cast = reader.primitive.name == "convert_element_type"
-            is_rounding = is_cast and _core.is_16bit(cast.dtype)
-            code = _rewrite.in_fp32(cast.expression) if is_rounding else ""
+            code = _rewrite.in_fp32(cast.expression) if cast.rounded is not None else ""
             fix = "\n".join([fix, *_origins.without_rounding(cast, code)])
         return fix
 
@@ -426,18 +426,18 @@ def check_missing_scale(audit: _auditor.Auditor) -> Iterable[Finding]:
 @MISSING_LOSS_SCALE.on_operation(
     *("mul", "div", "neg"), *_checks.LAYOUT, *_programs.MATMULS, passes=[_programs.BACKWARD]
 )
-def collect_inner_gradients(op: _checks.OpOccurrence, audit: _auditor.Auditor) -> None:
+def collect_inner_gradients(op: _checks.OpOccurrence) -> None:
     """Collects float16 matmuls, and loss scales, of gradients inside of a loss."""
     is_matmul = op.name in _programs.MATMULS
     is_float16 = is_matmul and _core.FLOAT16 in map(_checks.dtype_of, op.operands)
-    scales = (_dataflow.is_scale(op, var, audit.flow.of) for var in op.operands)
+    scales = (_dataflow.is_scale(op, var, op.audit.flow.of) for var in op.operands)
     is_scaled = not is_matmul and any(scales)
     if is_scaled or is_float16:
         chain = reversed([op.equation, *op.enclosing])
         stack = "/".join(str(equation.source_info.name_stack) for equation in chain)
         # The outer derivative is the first part of a name stack.
         if 0 <= stack.find("jvp(") < stack.find("transpose("):
-            audit.collected[MISSING_LOSS_SCALE].append((op, is_scaled))
+            op.audit.collected[MISSING_LOSS_SCALE].append((op, is_scaled))
 
 
 @MISSING_LOSS_SCALE.on(_checks.PROGRAM)
@@ -449,4 +449,4 @@ def check_inner_gradients(audit: _auditor.Auditor) -> None:
         message += " own: elements below 6e-8 become zero."
         fix = "Scale the inner gradient, too, or compute it in FP32:\n"
         fix += "    grads = jaxmp.grad(fn, loss_scale=jaxmp.StaticLossScale(2.0**12))(x)"
-        audit.add(MISSING_LOSS_SCALE, inner[0][0], message, fix, severity=_checks.WARNING)
+        inner[0][0].add(MISSING_LOSS_SCALE, message, fix, severity=_checks.WARNING)

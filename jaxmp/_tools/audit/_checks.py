@@ -7,7 +7,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from types import CodeType
-from typing import Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -19,7 +19,12 @@ from jaxmp._tools.audit._rows import WARNING as WARNING
 from jaxmp._tools.audit._rows import Finding
 from jaxmp._tools.fixes import _source
 
+if TYPE_CHECKING:
+    from jaxmp._tools.audit._auditor import Auditor
+    from jaxmp._tools.audit._labels import ConditionalFinding
+
 Function = TypeVar("Function", bound=Callable[..., Any])
+Label = TypeVar("Label")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -68,7 +73,7 @@ class Check:
     def on_operation(
         self, *primitives: str, passes: Iterable[str] = (_programs.FORWARD,)
     ) -> Callable[[Function], Function]:
-        """Registers a function `(op, audit) -> label or None` for some primitives and passes.
+        """Registers a function `(op) -> label or None` for some primitives and passes.
 
         Its operands and results already have their other labels, and the operations inside of it
         were visited.
@@ -79,8 +84,8 @@ class Check:
         """Registers a function for an event.
 
         Args:
-          event: `HALF` for a function `(op, dtype, audit) -> None`, `MATMUL` for one
-            `(op, matmul, flops, audit) -> None`, `PROGRAM` for `(audit) -> findings or None` and
+          event: `HALF` for a function `(op, dtype) -> label or None`, `MATMUL` for one
+            `(op, matmul, flops) -> None`, `PROGRAM` for `(audit) -> findings or None`, and
             `COMPILED` for `(program, audit) -> findings`.
         """
         return _registration([ON[event]])
@@ -135,62 +140,27 @@ class PendingFinding:
 
 
 class PendingFindings:
-    """Findings of the walk, one for each check, module and source line."""
+    """Findings of the walk, one for each check, module and source line.
 
-    def __init__(self, is_after_gradient: Callable[[OpOccurrence], bool]) -> None:
-        self._is_after_gradient = is_after_gradient
-        self._by_key: dict[tuple[object, ...], PendingFinding] = {}
+    Args:
+      audit: the audit; None if only the expressions of operations are required.
+    """
+
+    def __init__(self, audit: Auditor | None) -> None:
+        self.audit: Any = audit
+        self.by_key: dict[tuple[object, ...], PendingFinding] = {}
         self.lines = _programs.Lines()
         # Replacements of expressions that fixes may contain.
         self.edits: list[_source.Edit] = []
         # False if no fixes are required.
         self.reads_source = True
 
-    def add(
-        self,
-        check: Check,
-        op: OpOccurrence,
-        message: str,
-        fix: str = "",
-        *,
-        severity: str = "",
-        flops: int = 0,
-    ) -> PendingFinding:
-        """Counts one operation.
-
-        Args:
-          check: the check.
-          op: the operation.
-          message: the defect and its consequence.
-          fix: the remedy; "" for that of the check.
-          severity: "error" or "warning"; "" for that of the check.
-          flops: FLOPs of the operation, if it is a matmul.
-
-        Returns:
-          The finding that the operation is counted in.
-        """
-        severity = severity or check.severity
-        is_after = self._is_after_gradient(op)
-        key = check.id, severity, op.location.names, op.line, is_after
-        finding = self._by_key.get(key)
-        if finding is None:
-            finding = PendingFinding(check, severity, op, message, fix or check.fix)
-            self._by_key[key] = finding
-        elif fix and fix not in finding.fix and op.is_forward:
-            # Another expression of the line.
-            finding.fix = _source.both(finding.fix, fix)
-        finding.after_gradient += op.equation.outvars if is_after else ()
-        finding.count += 1
-        finding.flops += flops
-        finding.bytes += bytes_of_matmul(op) if op.name in _programs.MATMULS else 0
-        return finding
-
     def remove(self, finding: PendingFinding) -> None:
         """Removes a finding."""
-        self._by_key = {key: each for key, each in self._by_key.items() if each is not finding}
+        self.by_key = {key: each for key, each in self.by_key.items() if each is not finding}
 
     def __iter__(self) -> Iterator[PendingFinding]:
-        return iter(self._by_key.values())
+        return iter(self.by_key.values())
 
 
 # Floating-point dtypes that the audit compares; FP8 is not among them.
@@ -243,6 +213,63 @@ class OpOccurrence(NamedTuple):
     def in_body(self, equation: _programs.Equation) -> OpOccurrence:
         """Returns an equation of the body of this operation, which is a loop."""
         return self._replace(equation=equation, body=_programs.Body(self.loop.jaxpr), outer=self)
+
+    # -- checks -----------------------------------------------------------------------------
+
+    @property
+    def audit(self) -> Auditor:
+        """The audit that visits it."""
+        return self.findings.audit
+
+    def labels(self, cls: type[Label], *variables: _programs.Atom) -> list[Label]:
+        """Returns the labels of one class that some values have; by default, all operands."""
+        return self.audit.flow.labels(cls, *(variables or self.operands))
+
+    @property
+    def use(self) -> _programs.Use:
+        """The uses of the first result in the whole program."""
+        return self.audit.use_of(self.result)
+
+    def mark(self, label: object) -> None:
+        """Adds a label to the first result."""
+        self.audit.flow.mark(self.result, label)
+
+    def report(self, cls: type[ConditionalFinding], harm: str) -> None:
+        """Reports conditional findings about the operands; see `Auditor.report`."""
+        self.audit.report(cls, self.operands, harm)
+
+    def add(
+        self, check: Check, message: str, fix: str = "", *, severity: str = "", flops: int = 0
+    ) -> PendingFinding:
+        """Reports the operation.
+
+        Args:
+          check: the check.
+          message: the defect and its consequence.
+          fix: the remedy; "" for that of the check.
+          severity: "error" or "warning"; "" for that of the check.
+          flops: FLOPs of the operation, if it is a matmul.
+
+        Returns:
+          The finding that the operation is counted in.
+        """
+        severity = severity or check.severity
+        is_after = self.audit.is_after_gradient(self)
+        key = check.id, severity, self.location.names, self.line, is_after
+        finding = self.findings.by_key.get(key)
+        if finding is None:
+            finding = PendingFinding(check, severity, self, message, fix or check.fix)
+            self.findings.by_key[key] = finding
+        elif fix and fix not in finding.fix and self.is_forward:
+            # Another expression of the line.
+            finding.fix = _source.both(finding.fix, fix)
+        finding.after_gradient += self.equation.outvars if is_after else ()
+        finding.count += 1
+        finding.flops += flops
+        finding.bytes += bytes_of_matmul(self) if self.name in _programs.MATMULS else 0
+        return finding
+
+    # -- properties -------------------------------------------------------------------------
 
     @property
     def dtype(self) -> Any:

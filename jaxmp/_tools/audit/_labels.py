@@ -72,8 +72,7 @@ class ConditionalFinding:
         """
         if self.finding is None:
             message = f"{self.message}{harm}."
-            add = self.op.findings.add
-            self.finding = add(self.check, self.op, message, self.fix, severity=self.severity)
+            self.finding = self.op.add(self.check, message, self.fix, severity=self.severity)
         self.finding.add_harm(flops)
 
 
@@ -180,16 +179,8 @@ _BREAKS = _core.named(
     "reduce_max reduce_min argmax argmin sort top_k approx_top_k gather cummax cummin eq ne lt le"
     " gt ge dynamic_slice"
 )
-# Frequent primitives after which a gradient has no other label.
-_PLAIN = _core.named(
-    "mul div dot_general transpose reshape reduce_sum select_n neg sqrt rsqrt max min exp"
-)
 # Labels that special rules propagate.
 _SPECIAL = (ConditionalFinding, Fact, _dataflow.Power, Reduction16Bit, Stream)
-
-
-# Asked for each label of each operation, where `issubclass` is slow.
-_is_subclass = functools.cache(issubclass)
 
 
 # ---------------------------------------------------------------------------
@@ -275,13 +266,14 @@ class Flow:
             self._labels.update({result: self.of(var) for result, var in pairs})
             return
         labels = self._read(op, is_call)
-        is_plain = labels == _GRADIENT and name in _PLAIN
+        # Elements of a gradient that are replaced by a number do not make it a scalar.
+        is_plain = labels == _GRADIENT and name == "select_n"
         if is_plain or not (labels or name in _dataflow.MAKES_SCALARS):
             self._label_results(equation, labels)
             return
-        special = self._of_classes("special", labels, lambda cls: _is_subclass(cls, _SPECIAL))
-        own = self._of_classes("lineage", labels, lambda cls: _is_subclass(cls, _dataflow.LINEAGE))
-        kept = self._kept(labels - special - own if special or own else labels, name)
+        special = self._of_classes("special", labels, lambda cls: issubclass(cls, _SPECIAL))
+        own = self._of_classes("lineage", labels, lambda cls: issubclass(cls, _dataflow.LINEAGE))
+        kept = self._kept(labels - special - own, name)
         sizes = (math.prod(getattr(var.aval, "shape", (0,))) for var in equation.outvars)
         if _dataflow.SCALAR in kept and (is_call or any(size != 1 for size in sizes)):
             kept -= {_dataflow.SCALAR}

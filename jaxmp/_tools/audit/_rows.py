@@ -102,7 +102,18 @@ class MatmulRow:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class GemmRow(_section.Located):
+class _CompiledRow(_section.Located):
+    """Row about instructions of one module, pass and line of the compiled program."""
+
+    module: str
+    phase: str  # "forward", "backward" or "recompute"
+    count: int
+    file: str = ""
+    line: int = 0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GemmRow(_CompiledRow):
     """Matmuls or convolutions of one module, pass, line, kernel and pair of dtypes.
 
     Args:
@@ -121,21 +132,16 @@ class GemmRow(_section.Located):
       line: line number in `file`.
     """
 
-    module: str
-    phase: str
     lhs: str
     rhs: str
     out: str
     kernel: str
     was_fp8: str
     flops: int
-    count: int
-    file: str = ""
-    line: int = 0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class AttentionRow(_section.Located):
+class AttentionRow(_CompiledRow):
     """Fused attention kernels of one module, pass and line.
 
     Args:
@@ -150,19 +156,14 @@ class AttentionRow(_section.Located):
       flops: FLOPs of all executions, per device; a causal mask halves them.
     """
 
-    module: str
-    phase: str
     kernel: str
     dtype: str
     shape: tuple[int, ...]
-    count: int
-    file: str = ""
-    line: int = 0
     flops: int = 0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class CollectiveRow(_section.Located):
+class CollectiveRow(_CompiledRow):
     """Collectives of one module, pass, line and dtype.
 
     Args:
@@ -187,14 +188,9 @@ class CollectiveRow(_section.Located):
         microbatches does.
     """
 
-    module: str
-    phase: str
     operation: str
     dtype: str
     bytes: int
-    count: int
-    file: str = ""
-    line: int = 0
     content: str = ""
     axes: tuple[str, ...] = ()
     read_as: str = ""

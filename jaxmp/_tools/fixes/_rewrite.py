@@ -9,7 +9,7 @@ from __future__ import annotations
 import ast
 import functools
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import jax.numpy as jnp
@@ -75,25 +75,17 @@ def narrowed(expression: Expression, indices: Collection[int], dtype: str) -> st
       indices: 0 for the first array, 1 for the second.
       dtype: such as "bfloat16".
     """
-    node, name = expression.copy(), known_function(expression)[0]
-    operands = _operands(node, expression)
+    name = known_function(expression)[0]
     if name == "jax.numpy.einsum":
-        indices = range(len(operands))
-    if not indices or max(indices) >= len(operands):
-        return ""
-    chosen = [operands[index] for index in indices]
-    node = _Replaced({old: _in_dtype(old, dtype, expression) for old in chosen}).visit(node)
-    code = ast.unparse(node)
-    sums = _with_sums(node, name, "float32")
+        indices = range(len(_operands(expression.node, expression)))
+    code = _with_operands(expression, indices, lambda old: _in_dtype(old, dtype, expression))
+    sums = _with_sums(parsed(code), name, "float32") if code else None
     return expression.replaced_by(code, "" if sums is None else ast.unparse(sums))
 
 
 def with_operand(expression: Expression, index: int, code: str) -> str:
     """Returns an operation of two arrays in which code replaces one; see `narrowed`."""
-    node = expression.copy()
-    operands = _operands(node, expression)[index : index + 1]
-    new = {operand: parsed(code) for operand in operands}
-    return expression.replaced_by(_Replaced(new).visit(node)) if new else ""
+    return expression.replaced_by(_with_operands(expression, [index], lambda _: parsed(code)))
 
 
 def scaled(expression: Expression, sign: str, scale: float) -> str:
@@ -101,12 +93,21 @@ def scaled(expression: Expression, sign: str, scale: float) -> str:
 
     It is not an edit, because another line must change, too.
     """
+    operator = ast.Mult() if sign == "*" else ast.Div()
+    product = lambda first: ast.BinOp(first, operator, ast.Constant(scale))
+    return _with_operands(expression, [0], product)
+
+
+def _with_operands(
+    expression: Expression, indices: Collection[int], change: Callable[[ast.expr], ast.expr]
+) -> str:
+    """Returns an operation with changes of some of its arrays; "" without these arrays."""
     node = expression.copy()
-    first = next(iter(_operands(node, expression)), None)
-    if first is None:
+    operands = _operands(node, expression)
+    if not indices or max(indices) >= len(operands):
         return ""
-    product = ast.BinOp(first, ast.Mult() if sign == "*" else ast.Div(), ast.Constant(scale))
-    return ast.unparse(_Replaced({first: product}).visit(node))
+    new = {operands[index]: change(operands[index]) for index in indices}
+    return ast.unparse(_Replaced(new).visit(node))
 
 
 class _Replaced(ast.NodeTransformer):

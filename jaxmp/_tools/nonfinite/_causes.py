@@ -80,7 +80,7 @@ class NonfiniteEvidence:
     @functools.cached_property
     def findings(self) -> _checks.PendingFindings:
         """Collects the edits of fixes."""
-        return _checks.PendingFindings(lambda _: False)
+        return _checks.PendingFindings(None)
 
     @property
     def op(self) -> Operation:
