@@ -112,24 +112,20 @@ def check_layers(op: OpOccurrence, matmul: _programs.Matmul, flops: int) -> None
         _note_tokens(op)
     if not (_core.is_16bit(matmul.lhs) and _core.is_16bit(matmul.rhs)):
         return
-    form, why = _fp8_forms.excluded_form(op.equation)
-    if form:
-        # The batched matmuls of attention have no kernel.
-        if form != _fp8_forms.FORMS["dot_general"][0] or op.labels(From, *op.operands[:2]):
-            message = f"{form} of {matmul.lhs.name}, but the policies require FP8: {why}."
-            op.add(NOT_FP8, message, _exclude(op), flops=flops)
-        return
-    if op.name != "dot_general":
-        return
-    sizes, context = _note_tokens(op), op.audit.context
-    explained = all(sizes) and _explain.explain_exclusion(*sizes, context.scaling, context.target)
-    message = f"{op.name} of {matmul.lhs.name}, but the policies require FP8: "
-    reason = explained or "the matmul is not that of a Flax layer, or the layer sets its own"
-    fix = _exclude(op)
-    if "narrow" in reason or "min_width" in reason:
-        toml = "    [fp8]\n    min_width = 0"
-        fix = f"Use FP8 for narrow layers, too, in the recipe file:\n{toml}\n{fix}"
-    op.add(NOT_FP8, f"{message}{reason}.", fix, flops=flops)
+    form, reason = _fp8_forms.excluded_form(op.equation)
+    fix, context = _exclude(op), op.audit.context
+    if form == _fp8_forms.FORMS["dot_general"][0] and not op.labels(From, *op.operands[:2]):
+        return  # The batched matmuls of attention have no kernel.
+    if not form and op.name == "dot_general":
+        sizes, scaling = _note_tokens(op), context.scaling
+        explained = all(sizes) and _explain.explain_exclusion(*sizes, scaling, context.target)
+        reason = explained or "the matmul is not that of a Flax layer, or the layer sets its own"
+        if "narrow" in reason or "min_width" in reason:
+            toml = "    [fp8]\n    min_width = 0"
+            fix = f"Use FP8 for narrow layers, too, in the recipe file:\n{toml}\n{fix}"
+    if reason:
+        message = f"{form or op.name} of {matmul.lhs.name}, but the policies require FP8: {reason}."
+        op.add(NOT_FP8, message, fix, flops=flops)
 
 
 def _note_tokens(op: OpOccurrence) -> tuple[int, int]:
@@ -145,7 +141,7 @@ def _note_tokens(op: OpOccurrence) -> tuple[int, int]:
 
 
 def _exclude(op: OpOccurrence) -> str:
-    path = op.audit.context.rule_path(op.location.names)
+    path = op.rule_path
     code = op.audit.context.with_rule(f"jaxmp.Rule({path!r}, 'matmul=default')")
     return f"Exclude the module by a rule:\n    {code}"
 

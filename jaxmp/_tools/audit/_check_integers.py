@@ -46,7 +46,7 @@ def check_rounding(op: _checks.OpOccurrence) -> None:
         return
     for value in values:
         rule = rules.get(value, "")
-        if value in rules and not rule and not value.op.module:
+        if value in rules and not rule and not value.op.rule_path:
             rule = _keep_input("", value.op.dtype.name, op)
         value.remedy = rule or value.remedy
         value.report(f", and its {op.name} is computed at {op.where}")
@@ -154,7 +154,7 @@ def _keep_input(name: str, dtype: str, op: _checks.OpOccurrence) -> str:
     read = op.expression.argument
     names = [n for n in (read, name) if n in arguments][:1] or arguments
     rules = [f"jaxmp.Rule('', keep_inputs={names})"]
-    path = op.audit.context.rule_path(op.location.names)
+    path = op.rule_path
     if path:
         rules.append(f"jaxmp.Rule({path!r}, 'c=f32,o={dtype}')")
     rule = op.audit.context.with_rule(", ".join(rules))
@@ -229,7 +229,7 @@ def check_integers(op: _checks.OpOccurrence) -> Integers | None:
     integers, dtype = _integers_after(op), op.dtype
     if integers is None or not _core.is_16bit(dtype):
         return integers
-    limit = 2 ** (jnp.finfo(dtype).nmant + 1)
+    limit = _checks.stagnation(dtype)
     if integers.bound <= limit:
         return integers
     up_to = "" if math.isinf(integers.bound) else f" up to {integers.bound:,.0f}"
@@ -247,7 +247,7 @@ def label_index(op: _checks.OpOccurrence) -> RoundedIndex | None:
     dtype = _checks.half_of([operand])
     if dtype is None or op.dtype.kind not in "iu":
         return None
-    limit = 2 ** (jnp.finfo(dtype).nmant + 1)
+    limit = _checks.stagnation(dtype)
     message = f"indices are computed in {dtype.name}: {limit + 1:,} becomes {limit:,}"
     fix = _origins.fix_origins(op) if op.is_own_call else ""
     for label in op.labels(_labels.RoundedInput, operand):
@@ -260,7 +260,7 @@ def label_index(op: _checks.OpOccurrence) -> RoundedIndex | None:
 def check_index(op: _checks.OpOccurrence) -> None:
     """Reports indices from 16 bits into an array that has more elements than they can number."""
     for label in op.labels(RoundedIndex, *op.operands[1:]):
-        limit = 2 ** (jnp.finfo(_checks.dtype_of(label.op.operands[0])).nmant + 1)
+        limit = _checks.stagnation(_checks.dtype_of(label.op.operands[0]))
         if max(op.operands[0].aval.shape, default=0) > limit:
             label.report(f"; they are read at {op.where}")
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 import dataclasses
 import math
 
-import jax.numpy as jnp
 import numpy as np
 
 from jaxmp import _core, _programs
@@ -208,8 +207,6 @@ ROUNDED_OUTPUT = Check(
 _SOFTMAX_READS = "; exponentials of it are summed, as in a softmax or a log-sum-exp"
 _KEEPS_ERROR = _programs.EXACT | _checks.LAYOUT | _core.named("add mul div tanh")
 _CAST_ERROR = _KEEPS_ERROR | _core.named("cumsum sqrt")
-# Dtype -> the distance between its numbers from 256 to 512.
-_STEPS = {np.dtype(jnp.bfloat16): 2, np.dtype(jnp.float16): 0.25}
 
 
 class RoundingError(_labels.ConditionalFinding):
@@ -280,7 +277,9 @@ def label_output(op: OpOccurrence) -> None:
     # The user states the `logits_dtype` of jaxmp's losses.
     if dtype is None or is_own or is_in_flax(op, "jaxmp/losses"):
         return
-    message = f"the result is rounded to {dtype.name}, with steps of {_STEPS[dtype]} around 300"
+    # The distance between numbers from 256 to 512.
+    step = 512 / _checks.stagnation(dtype)
+    message = f"the result is rounded to {dtype.name}, with steps of {step:g} around 300"
     output = RoundedOutput(op, message, lambda: _fix_output(op))
     op.mark(output)
     if _programs.Use.SOFTMAX in op.use:
@@ -312,7 +311,7 @@ def label_softplus(op: OpOccurrence) -> None:
 
 
 def _fix_output(op: OpOccurrence) -> str:
-    context, path = op.audit.context, op.audit.context.rule_path(op.location.names)
+    context, path = op.audit.context, op.rule_path
     # The rule does not help where a policy returns FP32 already, but does not reach the layer, or
     # where the line of the user contains the matmul itself.
     has_rule = context.policies is not None and context.resolve(op.location.names).wide_output

@@ -359,7 +359,7 @@ def _report_fp32(op: OpOccurrence, required: str, flops: int) -> None:
     sentence = f"{_remove_precision(op)}, and apply" if precision else "Apply"
     promoted, code = promotion_fix(op), apply_code(op, op.audit.context)
     # A rule for the root would reach its own operations alone.
-    path = op.audit.context.rule_path(op.location.names)
+    path = op.rule_path
     has_rule = bool(required and path) and not promoted
     code = f"{sentence} the policies:\n    " * (has_rule or bool(precision)) + code
     fix = promoted or own or code
@@ -455,7 +455,7 @@ def check_sizes(op: OpOccurrence, matmul: _programs.Matmul, flops: int) -> None:
     outputs = op.audit.collected[MISALIGNED_MATMUL]
     is_data = lambda n: n < multiple or (finding.op.line, n) in outputs
     waste = math.prod(paddings[role] / n for role, n in sizes.items() if not is_data(n)) - 1
-    finding.add_harm(round(waste * flops))
+    finding.harmed_flops += waste * flops
 
 
 def _is_mapped(op: OpOccurrence) -> bool:

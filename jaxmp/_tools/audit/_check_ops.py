@@ -84,20 +84,15 @@ _POWERS = _core.named("integer_pow square one_minus_square")
 
 @SOFTMAX_16BIT.on(_checks.HALF)
 def check_softmax(op: _checks.OpOccurrence, dtype: np.dtype) -> None:
-    """Reports the exponential of a softmax."""
-    if _role_of_exponential(op) == "softmax":
+    """Reports the exponential of a softmax, and exponential and logarithm of a log-sum-exp."""
+    role, text = _role_of_exponential(op), f"have {_PRECISION[dtype.name]}."
+    if role == "softmax":
         is_own = op.is_own_call or not op.location.names
         applied = _origins.apply_code(op, op.audit.context)
         fix = _origins.fix_operation(op, dtype.name) if is_own else applied
-        message = f"softmax in {dtype.name}: its probabilities have {_PRECISION[dtype.name]}."
-        op.add(SOFTMAX_16BIT, message, fix)
-
-
-@LOSS_16BIT.on(_checks.HALF)
-def check_loss(op: _checks.OpOccurrence, dtype: np.dtype) -> None:
-    """Reports the exponential or the logarithm of a log-sum-exp."""
-    if _role_of_exponential(op) == "log-sum-exp":
-        message = f"log-sum-exp in {dtype.name}: log-probabilities have {_PRECISION[dtype.name]}."
+        op.add(SOFTMAX_16BIT, f"softmax in {dtype.name}: its probabilities {text}", fix)
+    elif role == "log-sum-exp":
+        message = f"log-sum-exp in {dtype.name}: log-probabilities {text}"
         op.add(LOSS_16BIT, message, _origins.fix_operation(op))
 
 
@@ -266,30 +261,34 @@ class ForwardUse(_labels.ConditionalFinding):
 @EXP_16BIT.on(_checks.HALF)
 def check_exponential(op: _checks.OpOccurrence, dtype: np.dtype) -> ForwardUse | None:
     """Reports the other operations of the op table's FP32 rows."""
-    if op.name in REDUCTIONS or op.name == "rsqrt" or op.is_backward:
+    if op.name in REDUCTIONS or op.name == "rsqrt" or not op.is_forward:
         return None
+    message, severity = f"{op.name} in {dtype.name}", _checks.ERROR
     if op.name in _POWERS:
         if dtype.name != "float16":
             return None
-        message = f"{op.name} in float16: results above 65504 overflow"
+        message, severity = f"{message}: results above 65504 overflow", _checks.WARNING
         # Rounded back, a power overflows again, but not an activation that computes one.
         function = _rewrite.known_function(op.expression)[0]
         back = dtype.name if function.startswith(("jax.nn.", "flax.")) else ""
         fix = _origins.fix_operation(op, back)
-        return _report_forward_use(ForwardUse(op, message, fix, _checks.WARNING), op.audit)
-    # An argument that is rounded before its sine is a finding of its own.
-    rounded = op.labels(_labels.RoundedInput, op.operands[0])
-    if _role_of_exponential(op) or (rounded and op.name in _checks.PERIODIC):
-        return None
-    keep = keep_parameter(op)
-    if not keep and (op.caller in _BOUNDED or _is_bounded(op.equation, op.body)):
-        return None
-    # A logarithm that is rounded again is reported where a loss sums it.
-    back = "" if op.name in ("log", "log1p") and op.is_own_call else dtype
-    fix = _origins.fix_operation(op, back and dtype.name)
-    fix = keep or fix or f"Compute {op.name} in FP32: {EXP_16BIT.fix}"
-    use = ForwardUse(op, f"{op.name} in {dtype.name}", fix, _checks.ERROR)
-    return _report_forward_use(use, op.audit)
+    else:
+        # An argument that is rounded before its sine is a finding of its own.
+        rounded = op.labels(_labels.RoundedInput, op.operands[0])
+        if _role_of_exponential(op) or (rounded and op.name in _checks.PERIODIC):
+            return None
+        keep = keep_parameter(op)
+        if not keep and (op.caller in _BOUNDED or _is_bounded(op.equation, op.body)):
+            return None
+        # A logarithm that is rounded again is reported where a loss sums it.
+        back = "" if op.name in ("log", "log1p") and op.is_own_call else dtype.name
+        fix = keep or _origins.fix_operation(op, back)
+        fix = fix or f"Compute {op.name} in FP32: {EXP_16BIT.fix}"
+    use = ForwardUse(op, message, fix, severity)
+    if op.location.differentiated:
+        return use  # It may be computed for a derivative alone.
+    use.report("")
+    return None
 
 
 def keep_parameter(op: _checks.OpOccurrence) -> str:
@@ -300,7 +299,7 @@ def keep_parameter(op: _checks.OpOccurrence) -> str:
     """
     if not op.location.names or op.audit.context.policies is None:
         return ""
-    path = op.audit.context.rule_path(op.location.names)
+    path = op.rule_path
     names = tuple(path.split("/"))
     for label in op.labels(_labels.Summand):
         owner = label.owner
@@ -351,16 +350,6 @@ def report_reduced(op: _checks.OpOccurrence) -> None:
 def report_results(audit: _auditor.Auditor) -> None:
     """Reports exponentials that the program returns."""
     audit.report(ForwardUse, audit.results, "")
-
-
-def _report_forward_use(use: ForwardUse, audit: _auditor.Auditor) -> ForwardUse | None:
-    """Reports an operation, or returns a label if it may be computed for a derivative alone."""
-    # An operation of a recomputed region was reported in the forward pass.
-    if use.op.is_forward and use.op.location.differentiated:
-        return use
-    if use.op.is_forward:
-        use.report("")
-    return None
 
 
 def _is_bounded(equation: _programs.Equation, body: _programs.Body) -> bool:

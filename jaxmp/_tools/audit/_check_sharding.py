@@ -111,11 +111,13 @@ def gather_of(row: CollectiveRow, audit: _auditor.Auditor) -> Constraint | None:
     XLA names many gathers after the arguments, without a line. Then the constraint has the same
     module and number of elements.
     """
-    constraints = audit.collected[Constraint]
-    gathers = [c for c in constraints if audit.module_of(c.op.location.names) == row.module]
-    if row.file:
-        gathers = [each for each in gathers if each.op.line == (row.file, row.line)]
-    gathers = [each for each in gathers if _split_of(each, audit) is not None]
+    gathers = [
+        each
+        for each in audit.collected[Constraint]
+        if audit.module_of(each.op.location.names) == row.module
+        if not row.file or each.op.line == (row.file, row.line)
+        if _split_of(each, audit) is not None
+    ]
     elements = row.bytes // row.count // (8 if row.dtype == "float64" else 4)
     difference = lambda each: abs(each.op.operands[0].aval.size - elements)
     return min(gathers, key=difference, default=None)

@@ -390,8 +390,8 @@ def check_accumulators(audit: _auditor.Auditor) -> Iterator[Finding]:
     """Reports 16-bit sums of gradients and averages of parameters over steps."""
     step = step_of(audit)
     updates = step.updates_16bit()
-    sums = [u for u in updates if step.is_gradient_sum(u) and u.factor == _dataflow.PLUS]
-    sums = [update for update in sums if not step.in_optimizer[update.number]]
+    added = [u for u in updates if u.factor == _dataflow.PLUS and not step.in_optimizer[u.number]]
+    sums = list(filter(step.is_gradient_sum, added))
     text = "accumulate gradients: a sum of ones stops at {limit}"
     yield from step.findings(_check_ops.ACCUMULATOR_16BIT, sums, text)
     averages = list(filter(step.is_average, updates))

@@ -90,7 +90,7 @@ def _is_exact_count(op: OpOccurrence, carry: _programs.Atom, addition: _programs
     if first is None or step is None or op.loop.length is None:
         return False
     is_integer = first.is_integer() and step.is_integer()
-    largest = stagnation(_checks.dtype_of(carry))
+    largest = _checks.stagnation(_checks.dtype_of(carry))
     return is_integer and abs(first) + abs(step) * op.loop.length <= largest
 
 
@@ -469,20 +469,16 @@ def rounding_error(terms: int, dtype: np.dtype, *, in_chunks: bool) -> float:
     """
     unit = float(jnp.finfo(dtype).eps) / 2
     if not in_chunks:
-        return 1.0 if terms >= stagnation(dtype) else math.sqrt(terms) * unit
+        return 1.0 if terms >= _checks.stagnation(dtype) else math.sqrt(terms) * unit
     levels = math.ceil(math.log(max(terms, 2), _CHUNK))
     return min(1.0, math.sqrt(min(terms, _CHUNK * levels)) * unit)
-
-
-def stagnation(dtype: np.dtype) -> int:
-    """Returns the number of equal terms after which a sequential sum stops growing."""
-    return round(2 / float(jnp.finfo(dtype).eps))
 
 
 def error_text(terms: int, dtype: np.dtype, *, in_chunks: bool) -> str:
     """Returns the estimate as a part of a sentence."""
     error = rounding_error(terms, dtype, in_chunks=in_chunks)
     if error == 1:
-        return f"one after another: a sum of equal terms stops growing at {stagnation(dtype):,}"
+        limit = _checks.stagnation(dtype)
+        return f"one after another: a sum of equal terms stops growing at {limit:,}"
     text = f"with an error of up to about {error:.1%} of the sum of absolute values"
     return text if in_chunks else f"one after another, {text}"

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 from types import CodeType
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
+import jax.numpy as jnp
 import numpy as np
 
 from jaxmp import _core, _programs
@@ -129,14 +130,8 @@ class PendingFinding:
     # that were computed from gradients. Such an operation belongs to the optimizer if a parameter
     # or the optimizer's state is computed from its result.
     after_gradient: list[_programs.Atom] = dataclasses.field(default_factory=list)
-    # FLOPs of the matmuls that a promotion makes wide, and whether it has another consequence.
-    harmed_flops: int = 0
-    has_other_harm: bool = False
-
-    def add_harm(self, flops: int | None) -> None:
-        """Counts a consequence: a matmul of that many FLOPs, or (None) of another type."""
-        self.harmed_flops += flops or 0
-        self.has_other_harm |= flops is None
+    # FLOPs of the matmuls that it makes wide or larger; infinity for another consequence.
+    harmed_flops: float = 0
 
 
 class PendingFindings:
@@ -230,6 +225,11 @@ class OpOccurrence(NamedTuple):
         """The uses of the first result in the whole program."""
         return self.audit.use_of(self.result)
 
+    @property
+    def rule_path(self) -> str:
+        """The path by which rules find its module; "" for the root."""
+        return self.audit.context.rule_path(self.location.names)
+
     def mark(self, label: object) -> None:
         """Adds a label to the first result."""
         self.audit.flow.mark(self.result, label)
@@ -291,11 +291,6 @@ class OpOccurrence(NamedTuple):
         return loop
 
     @property
-    def module(self) -> str:
-        """The path by which rules find its module; "" for the root."""
-        return _programs.module_paths_of(self.location.names)[0]
-
-    @property
     def codes(self) -> list[CodeType]:
         """The functions whose calls made it, innermost first."""
         traceback = self.equation.source_info.traceback
@@ -349,6 +344,14 @@ class OpOccurrence(NamedTuple):
 def dtype_of(var: _programs.Atom) -> Any:
     """Returns the dtype of a variable; None if it has none."""
     return getattr(var.aval, "dtype", None)
+
+
+def stagnation(dtype: np.dtype) -> int:
+    """Returns the number of equal terms after which a sequential sum stops growing.
+
+    Integers beyond it are not distinct.
+    """
+    return 2 ** (jnp.finfo(dtype).nmant + 1)
 
 
 def bytes_of_matmul(op: OpOccurrence) -> int:

@@ -126,7 +126,7 @@ def _named_reader(
                 return here
         if _hlo_matmuls.is_matmul(here):
             continue
-        for reader in origins.program.readers(inside, here.name):
+        for reader in inside.readers[here.name]:
             picks = whole and reader.opcode == "get-tuple-element"
             if not picks or reader.numbers("index") == (number,):
                 waiting.append(reader)
@@ -155,8 +155,7 @@ def read_program(
       is_weight: for each argument, True if it may be a parameter.
     """
     program = _hlo.Program(compiled.text)
-    flow, origins = _hlo_matmuls.DataFlow(program), Origins(program, names, root)
-    contents = ArrayContents(flow, is_weight)
+    flow, origins = ArrayContents(program, is_weight), Origins(program, names, root)
     gemms: list[_rows.GemmRow] = []
     attention: list[_rows.AttentionRow] = []
     collectives: list[_rows.CollectiveRow] = []
@@ -170,7 +169,7 @@ def read_program(
             elif fused_attention(part.instruction):
                 attention.append(_attention_row(part, origins))
             elif _hlo_collectives.collective_name(part.instruction):
-                collectives += _collective_rows(part, origins, contents, compiled.mesh)
+                collectives += _collective_rows(part, origins, flow, compiled.mesh)
     parameters, moved, floor = _update(program, in_optimizer)
     memory = _rows.MemoryRow(
         arguments=compiled.memory.argument_size_in_bytes,

@@ -167,16 +167,14 @@ def with_trials(
         returns the report and the expressions that fixes replace.
       has_carries: whether the function has loops or branches.
     """
-    key = lambda f: (f.check, f.file, f.line)
-    # A check may report two expressions of one line.
-    lines: dict[Any, Finding] = {}
-    for finding in report.findings:
-        place = key(finding), finding.severity, finding.module
-        first = lines.setdefault(place, finding)
-        lines[place] = dataclasses.replace(first, fix=_source.both(first.fix, finding.fix))
     groups: dict[Any, list[Finding]] = {}
     edits = printed(edits, report.findings)
-    for finding in lines.values() if edits else report.findings:
+    # A check may report two expressions of one line.
+    lines = [
+        dataclasses.replace(group[0], fix=functools.reduce(_source.both, [f.fix for f in group]))
+        for group in _section.grouped(report.findings, _place).values()
+    ]
+    for finding in lines if edits else report.findings:
         fix, group = _trial.unified(finding.fix, finding.file, finding.line, edits)
         groups.setdefault(group, []).append(dataclasses.replace(finding, fix=fix))
 
@@ -184,12 +182,12 @@ def with_trials(
         report, edits = again(has_fixes)
         edits = printed(edits, report.findings)
         # A new warning does not speak against a fix.
-        relevant = [f for f in report.findings if f.severity == _checks.ERROR or key(f) in before]
-        return {key(f): _trial.unified(f.fix, f.file, f.line, edits) for f in relevant}
+        relevant = [f for f in report.findings if f.severity == _checks.ERROR or _key(f) in before]
+        return {_key(f): _trial.unified(f.fix, f.file, f.line, edits) for f in relevant}
 
-    before = {key(f) for f in report.findings}
+    before = set(map(_key, report.findings))
     tried = [group for group in groups if group is not None]
-    removed = [set(map(key, groups[group])) for group in tried]
+    removed = [set(map(_key, groups[group])) for group in tried]
     trials = {None: _trial.FixTrial(_trial.NOT_TRIED)}
     if tried:
         results = _trial.try_edits(tried, problems, before, removed, has_carries)
@@ -200,6 +198,14 @@ def with_trials(
         for finding in (members if group is None else _joined(members))
     ]
     return dataclasses.replace(report, findings=tuple(sorted(findings, key=_sort_key)))
+
+
+def _key(finding: Finding) -> tuple[str, str, int]:
+    return finding.check, finding.file, finding.line
+
+
+def _place(finding: Finding) -> tuple[Any, ...]:
+    return *_key(finding), finding.severity, finding.module
 
 
 def _joined(findings: list[Finding]) -> list[Finding]:
@@ -279,7 +285,7 @@ def _final_findings(auditor: _auditor.Auditor) -> list[Finding]:
     pending = list(auditor.findings)
     fp32_flops = sum(finding.flops for finding in pending if finding.check is FP32_MATMUL)
     are_few = fp32_flops < _SMALL_SHARE * total
-    merged: dict[Any, Finding] = {}
+    findings: list[Finding] = []
     for item in pending:
         severity = item.severity
         if item.check is MISALIGNED_MATMUL and item.harmed_flops >= _LARGE_SHARE * total:
@@ -289,18 +295,18 @@ def _final_findings(auditor: _auditor.Auditor) -> list[Finding]:
         module = auditor.module_of(item.op.location.names)
         fields = {"primitive": item.op.name, "count": item.count, "flops": item.flops}
         fields |= {"severity": severity, "module": module}
-        finding = item.check.finding(item.message, item.fix, item.op, **fields)
-        key = finding.check, finding.severity, finding.module, finding.file, finding.line
-        if key in merged:
-            count, flops = merged[key].count + finding.count, merged[key].flops + finding.flops
-            finding = dataclasses.replace(merged[key], count=count, flops=flops)
-        merged[key] = finding
-    return list(merged.values())
+        findings.append(item.check.finding(item.message, item.fix, item.op, **fields))
+    return [
+        dataclasses.replace(
+            group[0], count=sum(f.count for f in group), flops=sum(f.flops for f in group)
+        )
+        for group in _section.grouped(findings, _place).values()
+    ]
 
 
 def _is_minor(finding: _checks.PendingFinding, total: int) -> bool:
     """Returns True for a promotion that concerns a small share of all FLOPs."""
-    is_small = 0 < finding.harmed_flops < _SMALL_SHARE * total and not finding.has_other_harm
+    is_small = 0 < finding.harmed_flops < _SMALL_SHARE * total
     return finding.check is IMPLICIT_PROMOTION and is_small
 
 

@@ -23,13 +23,10 @@ def merged(rows: Iterable[Row], *sums: str) -> tuple[Row, ...]:
       rows: frozen dataclasses.
       *sums: the fields that are added up; the rows are sorted by the first of them.
     """
-    groups: dict[Row, list[Row]] = {}
-    for row in rows:
-        key = dataclasses.replace(row, **dict.fromkeys(sums, 0))
-        groups.setdefault(key, []).append(row)
+    key_of = lambda row: dataclasses.replace(row, **dict.fromkeys(sums, 0))
     totals = (
         dataclasses.replace(key, **{n: sum(getattr(row, n) for row in group) for n in sums})
-        for key, group in groups.items()
+        for key, group in _section.grouped(rows, key_of).items()
     )
     return tuple(sorted(totals, key=lambda row: -getattr(row, sums[0])))
 

@@ -111,11 +111,9 @@ class Traced:
             is_input = leaf.path in outside and leaf.role == _roles.OTHER
             if is_input and _core.dtype_of(leaf.value) == _core.FLOAT32:
                 # The first key distinguishes positional from keyword arguments.
-                keys = list(map(_key, leaf.path[1:]))
-                names = [self.names[n] for n in keys[:1] if n in range(len(self.names))]
-                names += [key for key in keys if isinstance(key, str)]
-                name = names[-1] if names else "NAME"
-                inputs.append((FloatInput(name, jtu.keystr(leaf.path[1:])), var))
+                path = leaf.path[1:]
+                name = re.findall(r"[^\W\d]\w*", self._text(*path))[-1]
+                inputs.append((FloatInput(name, jtu.keystr(path)), var))
         return inputs
 
     def in_optimizer(self) -> list[bool]:
@@ -279,12 +277,6 @@ def _parameters(fn: Callable[..., Any]) -> list[str]:
     except (TypeError, ValueError):
         return []
     return [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-
-
-def _key(key: object) -> Any:
-    """Returns the dict key, attribute name or index of one step of a key path."""
-    names = (name for name in ("key", "name", "idx") if hasattr(key, name))
-    return next((getattr(key, name) for name in names), str(key))
 
 
 def value_of(leaf: Any) -> Any:

@@ -21,6 +21,7 @@ from typing import NamedTuple
 
 from jaxmp._core import _compat
 from jaxmp._tools.fixes import _source
+from jaxmp._tools.fixes._rewrite import Changed
 from jaxmp._tools.fixes._source import IN_16_BITS, Edit, both, codes_of, with_inner
 
 WORKS, FAILS, NOT_TRIED = "works", "fails", "not tried"
@@ -349,13 +350,12 @@ def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
             yield from _codes(const)
 
 
-class _Plain(ast.NodeTransformer):
-    """Removes the variables that `_edited` keeps for a closure."""
-
-    def visit_Subscript(self, node: ast.Subscript) -> ast.expr:
-        self.generic_visit(node)
-        is_kept = ast.unparse(node.slice) == "False"
-        return node.value.elts[0] if is_kept and isinstance(node.value, ast.Tuple) else node
+def _without_kept(node: ast.AST) -> ast.expr | None:
+    """Returns an expression without the variables that `_edited` keeps for a closure."""
+    match node:
+        case ast.Subscript(ast.Tuple([first, *_]), ast.Constant(False)):
+            return Changed(_without_kept).visit(first)
+    return None
 
 
 def _plain(fix: str) -> str:
@@ -363,7 +363,7 @@ def _plain(fix: str) -> str:
     lines = fix.splitlines()
     for n, line in enumerate(lines):
         if line.startswith("    ") and "[False]" in line:
-            lines[n] = "    " + ast.unparse(_Plain().visit(ast.parse(line.strip())))
+            lines[n] = "    " + ast.unparse(Changed(_without_kept).visit(ast.parse(line.strip())))
     return "\n".join(lines)
 
 
