@@ -111,9 +111,10 @@ class Traced:
             is_input = leaf.path in outside and leaf.role == _roles.OTHER
             if is_input and _core.dtype_of(leaf.value) == _core.FLOAT32:
                 # The first key distinguishes positional from keyword arguments.
-                path = leaf.path[1:]
-                name = re.findall(r"[^\W\d]\w*", self._text(*path))[-1]
-                inputs.append((FloatInput(name, jtu.keystr(path)), var))
+                first, *rest = leaf.path[1:]
+                names = [self._text(first), *_core.path_names(tuple(rest))]
+                name = [each for each in names if not each.isdigit()][-1]
+                inputs.append((FloatInput(name, jtu.keystr(leaf.path[1:])), var))
         return inputs
 
     def in_optimizer(self) -> list[bool]:
