@@ -302,7 +302,8 @@ def is_of_power_iteration(op: OpOccurrence) -> bool:
     if matrix is None or not op.is_forward or _programs.Use.MAGNIFIED not in op.use:
         return False
     is_near = lambda result, vector: result in near(vector, op.body, _NORMALIZED)
-    others = [(each, *_vector_and_matrix(each, op.body)) for each in op.body.jaxpr.eqns]
+    here = _programs.equations(op.body.jaxpr, inside=False)
+    others = [(each, *_vector_and_matrix(each, op.body)) for each in here]
     return any(
         other is matrix and (is_near(each.outvars[0], vector) or is_near(op.result, other_vector))
         for each, other_vector, other in others
