@@ -849,6 +849,12 @@ autocast does not see the norms of a distance below a square
 test_autocast_magnified.py::test_the_matmul_of_distances_and_its_gradients_are_fp32
 """,
     "jaxmp/_programs/_in_place.py": r"""
+the rule of a custom derivative does not know which values vary over devices
+- return jax.make_jaxpr(run)(*avals, *moving), zeros_out
++ shapes = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in (*avals, *moving)]
++     return jax.make_jaxpr(run)(*shapes), zeros_out
+test_autocast.py::test_shard_map
+
 a jaxpr that was traced for other operands is used again
 - tuple(map(str, avals)), notes, self.key
 + tuple(map(str, avals)), self.key
@@ -1016,9 +1022,14 @@ test_audit_fixes.py::test_a_rule_of_a_fix_names_the_module_without_other_scopes
 test_audit_fixes.py::test_parameters_that_enter_an_exponential_are_read_in_fp32
 
 the audit reports the gradients of an outer product
-- (not op.is_backward or self.matmul_calls.get(call, True))
-+ True
+- contracts = matmul.contracts and not is_gradient
++ contracts = matmul.contracts
 test_autocast.py::test_an_outer_product_keeps_positions
+
+the audit reports the gradients of an outer product at the line of a matmul
+- not matmul.contracts or self.matmul_calls.get(call, False)
++ not matmul.contracts and self.matmul_calls.get(call, True)
+test_autocast.py::test_an_outer_product_at_the_line_of_a_matmul_is_right
 
 the audit is silent about an operation of a later JAX that contains a program
 - elif _programs.is_unknown(op.equation):
@@ -1190,6 +1201,11 @@ the count of a segment's largest elements is a sum
 -     if op.name == "scatter-add":
 +     if False:
 test_audit_fixes.py::test_the_fixes_of_sums_of_segments
+
+the derivative of a tanh is a power that overflows
+- REDUCTIONS | _core.named("rsqrt one_minus_square")
++ REDUCTIONS | _core.named("rsqrt")
+test_audit.py::test_powers_overflow_in_float16_alone
 
 the fix of a power rounds its result to float16 again
 - fix = _origins.fix_operation(op, back)
@@ -1455,6 +1471,11 @@ an update of indexed elements has a fix in words alone
 test_audit_fixes.py::test_the_fixes_of_sums_of_segments
 """,
     "jaxmp/_tools/fixes/_rewrite.py": r"""
+the cases of a choice are exchanged in its fix
+- return [condition, if_false, if_true]
++ return [condition, if_true, if_false]
+test_audit_promotions.py::test_the_fix_of_a_promotion_by_a_choice_casts_the_wide_case
+
 the fix of `jnp.astype(x, d)` loses its array
 - [*call.args[: count - 1], parsed(
 + [parsed(
@@ -2161,6 +2182,11 @@ an average beside a train state is placed as its parameters
 test_sharding.py::test_averages_beside_a_train_state_are_split_like_moments
 """,
     "jaxmp/optim/_skip.py": r"""
+the code for a field of the inner state fails where several have the name
+- call = f"get_all_with_path(opt_state, {name!r})"
++ call = f"get(opt_state, {name!r})"
+test_optim.py::test_optax_reads_and_sets_fields_of_the_inner_state
+
 steps whose gradients are all zero are not counted in a row
 - lax.select(is_zero, state.stats.zero_gradients + 1, jnp.int32(0))
 + lax.select(is_zero, jnp.int32(1), jnp.int32(0))

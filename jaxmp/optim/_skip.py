@@ -181,9 +181,16 @@ class SkipNonfiniteState:
     settings: SkipSettings = dataclasses.field(metadata={"static": True})
 
     def __getattr__(self, name: str) -> NoReturn:
+        # A parameter, or the state of another transformation, may have the name, too.
+        rows = optax.tree.get_all_with_path(self.__dict__.get("inner_state"), name)
+        keys = [path[-1] for path, _ in rows]
+        owners = [key.tuple_name for key in keys if isinstance(key, optax.tree_utils.NamedTupleKey)]
+        call = f"get_all_with_path(opt_state, {name!r})"
+        if len(owners) == 1:
+            call = f"get(opt_state, {owners[0]!r}).{name}"
         raise AttributeError(
             f"The optimizer state of a recipe has no attribute {name!r}; it contains the state of "
-            f"your optimizer. Write:\n    optax.tree.get(opt_state, {name!r})"
+            f"your optimizer. Write:\n    optax.tree.{call}"
         )
 
 

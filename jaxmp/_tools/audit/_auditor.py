@@ -160,7 +160,7 @@ class Auditor:
         self.promotion_fixes: dict[tuple[_programs.Path, tuple[str, int]], str] = {}
         # Bytes that the matmuls read and write, apart from those without floats.
         self.matmul_bytes = 0
-        # Calls of the matmuls before a backward pass -> False for those of outer products alone.
+        # Calls of the matmuls before a backward pass -> True if some are outer products.
         self.matmul_calls: dict[tuple[CodeType, int] | None, bool] = {}
         # (results, FLOPs) of matmuls outside of modules and derivatives that read values which were
         # computed from gradients, by line.
@@ -297,8 +297,9 @@ class Auditor:
         self._record_fp8(op, matmul)
         is_float = matmul.lhs in _checks.FLOATS | {matmul.rhs}
         call = _programs.call_site(op.equation)
-        # The gradients of an outer product multiply matrices by vectors.
-        contracts = matmul.contracts and (not op.is_backward or self.matmul_calls.get(call, True))
+        # The gradients of an outer product multiply matrices by vectors, which have no widths.
+        is_gradient = op.is_backward and not matmul.widths and self.matmul_calls.get(call, False)
+        contracts = matmul.contracts and not is_gradient
         if contracts and is_float and not _programs.is_inner_product(op.equation):
             self.matmul_bytes += _checks.bytes_of_matmul(op)
             for function in _checks.ON_MATMUL:
@@ -306,7 +307,7 @@ class Auditor:
         if op.is_forward and _core.FLOAT16 in dtypes:
             self.flow.has_float16 = True
         if not op.is_backward:
-            self.matmul_calls[call] = matmul.contracts or self.matmul_calls.get(call, False)
+            self.matmul_calls[call] = not matmul.contracts or self.matmul_calls.get(call, False)
         elif _core.FLOAT16 in dtypes and self.float16_backward is None:
             self.float16_backward = op
 
