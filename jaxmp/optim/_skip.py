@@ -182,15 +182,11 @@ class SkipNonfiniteState:
 
     def __getattr__(self, name: str) -> NoReturn:
         # A parameter, or the state of another transformation, may have the name, too.
-        rows = optax.tree.get_all_with_path(self.__dict__.get("inner_state"), name)
-        keys = [path[-1] for path, _ in rows]
-        owners = [key.tuple_name for key in keys if isinstance(key, optax.tree_utils.NamedTupleKey)]
-        call = f"get_all_with_path(opt_state, {name!r})"
-        if len(owners) == 1:
-            call = f"get(opt_state, {owners[0]!r}).{name}"
+        values = optax.tree.get_all_with_path(self.__dict__.get("inner_state"), name)
+        call = "get" if len(values) == 1 else "get_all_with_path"
         raise AttributeError(
             f"The optimizer state of a recipe has no attribute {name!r}; it contains the state of "
-            f"your optimizer. Write:\n    optax.tree.{call}"
+            f"your optimizer. Write:\n    optax.tree.{call}(opt_state, {name!r})"
         )
 
 

@@ -158,6 +158,9 @@ class Auditor:
         self.collected: defaultdict[type | _checks.Check, list[Any]] = defaultdict(list)
         # (scopes, line) of a matmul -> the fix of the promotion that makes it wide.
         self.promotion_fixes: dict[tuple[_programs.Path, tuple[str, int]], str] = {}
+        # The ids of equations that a compiler removes, such as those of a forward pass in the
+        # `init` of a model.
+        self._unused: set[int] = set()
         # Bytes that the matmuls read and write, apart from those without floats.
         self.matmul_bytes = 0
         # Calls of the matmuls before a backward pass -> True if some are outer products.
@@ -210,6 +213,8 @@ class Auditor:
                 self.flow.mark(var, _dataflow.Scalar(number, value is None))
         self.known, body = scope, scope.body
         above = _programs.Location() if outer is None else outer.location
+        self._unused |= {*map(id, scope.jaxpr.eqns)}
+        self._unused -= {*map(id, _programs.without_unused(scope.jaxpr).eqns)}
         for equation in _programs.equations(scope.jaxpr, inside=False):
             location = self.locations.of(equation, above)
             self._visit(_checks.OpOccurrence(equation, location, times, body, self.findings, outer))
@@ -300,7 +305,8 @@ class Auditor:
         # The gradients of an outer product multiply matrices by vectors, which have no widths.
         is_gradient = op.is_backward and not matmul.widths and self.matmul_calls.get(call, False)
         contracts = matmul.contracts and not is_gradient
-        if contracts and is_float and not _programs.is_inner_product(op.equation):
+        is_checked = contracts and is_float and id(op.equation) not in self._unused
+        if is_checked and not _programs.is_inner_product(op.equation):
             self.matmul_bytes += _checks.bytes_of_matmul(op)
             for function in _checks.ON_MATMUL:
                 function(op, matmul, flops, self)

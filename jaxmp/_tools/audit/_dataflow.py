@@ -302,10 +302,11 @@ def is_of_power_iteration(op: OpOccurrence, use: _programs.Use) -> bool:
       op: the product.
       use: of its result.
     """
-    vector, matrix = _vector_and_matrix(op.equation, op.body)
-    if matrix is None or not op.is_forward or _programs.Use.MAGNIFIED not in use:
+    if not (op.name == "dot_general" and op.is_forward and _programs.Use.MAGNIFIED in use):
         return False
-    for each in _programs.equations(op.body.jaxpr, inside=False):
+    vector, matrix = _vector_and_matrix(op.equation, op.body)
+    dots = (e for e in op.body.jaxpr.eqns if matrix and e.primitive is op.equation.primitive)
+    for each in dots:
         other_vector, other_matrix = _vector_and_matrix(each, op.body)
         if other_matrix is matrix and (
             each.outvars[0] in near(vector, op.body, _NORMALIZED)
@@ -318,9 +319,7 @@ def is_of_power_iteration(op: OpOccurrence, use: _programs.Use) -> bool:
 def _vector_and_matrix(
     equation: _programs.Equation, body: _programs.Body
 ) -> tuple[_programs.Atom, _programs.Atom | None]:
-    """Returns the operands of a product of a vector and a matrix; no matrix for other equations."""
-    if equation.primitive.name != "dot_general":
-        return equation.outvars[0], None
+    """Returns the operands of a product of a vector and a matrix; no matrix for other products."""
     vector, matrix = sorted(equation.invars, key=lambda var: var.aval.size)
     sizes = sorted(size for size in vector.aval.shape if size > 1)
     is_product = len(sizes) == 1 and sum(size > 1 for size in matrix.aval.shape) == 2
