@@ -1022,7 +1022,7 @@ test_audit_fixes.py::test_a_rule_of_a_fix_names_the_module_without_other_scopes
 test_audit_fixes.py::test_parameters_that_enter_an_exponential_are_read_in_fp32
 
 the audit reports matmuls that the compiler removes
-- is_checked = contracts and is_float and id(op.equation) not in self._unused
+- is_checked = is_run and contracts and is_float
 + is_checked = contracts and is_float
 test_audit_steps.py::test_the_forward_pass_of_an_initialization_is_not_checked
 

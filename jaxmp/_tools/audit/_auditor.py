@@ -305,7 +305,9 @@ class Auditor:
         # The gradients of an outer product multiply matrices by vectors, which have no widths.
         is_gradient = op.is_backward and not matmul.widths and self.matmul_calls.get(call, False)
         contracts = matmul.contracts and not is_gradient
-        is_checked = contracts and is_float and id(op.equation) not in self._unused
+        # A gradient alone does not need all matmuls of its forward pass, which show their fix.
+        is_run = op.location.differentiated or id(op.equation) not in self._unused
+        is_checked = is_run and contracts and is_float
         if is_checked and not _programs.is_inner_product(op.equation):
             self.matmul_bytes += _checks.bytes_of_matmul(op)
             for function in _checks.ON_MATMUL:
