@@ -213,8 +213,9 @@ class Auditor:
                 self.flow.mark(var, _dataflow.Scalar(number, value is None))
         self.known, body = scope, scope.body
         above = _programs.Location() if outer is None else outer.location
-        self._unused |= {*map(id, scope.jaxpr.eqns)}
-        self._unused -= {*map(id, _programs.without_unused(scope.jaxpr).eqns)}
+        used = _programs.without_unused(scope.jaxpr)
+        self._unused |= {*map(id, _programs.equations(scope.jaxpr, inside=False))}
+        self._unused -= {*map(id, _programs.equations(used, inside=False))}
         for equation in _programs.equations(scope.jaxpr, inside=False):
             location = self.locations.of(equation, above)
             self._visit(_checks.OpOccurrence(equation, location, times, body, self.findings, outer))

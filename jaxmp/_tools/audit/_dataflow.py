@@ -305,8 +305,9 @@ def is_of_power_iteration(op: OpOccurrence, use: _programs.Use) -> bool:
     if not (op.name == "dot_general" and op.is_forward and _programs.Use.MAGNIFIED in use):
         return False
     vector, matrix = _vector_and_matrix(op.equation, op.body)
-    dots = (e for e in op.body.jaxpr.eqns if matrix and e.primitive is op.equation.primitive)
-    for each in dots:
+    for each in _programs.equations(op.body.jaxpr, inside=False):
+        if matrix is None or each.primitive.name != op.name:
+            continue
         other_vector, other_matrix = _vector_and_matrix(each, op.body)
         if other_matrix is matrix and (
             each.outvars[0] in near(vector, op.body, _NORMALIZED)
