@@ -849,6 +849,12 @@ autocast does not see the norms of a distance below a square
 test_autocast_magnified.py::test_the_matmul_of_distances_and_its_gradients_are_fp32
 """,
     "jaxmp/_programs/_in_place.py": r"""
+the rule of a custom derivative does not know which values vary over devices
+- return jax.make_jaxpr(run)(*avals, *moving), zeros_out
++ shapes = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in (*avals, *moving)]
++     return jax.make_jaxpr(run)(*shapes), zeros_out
+test_autocast.py::test_shard_map
+
 a jaxpr that was traced for other operands is used again
 - tuple(map(str, avals)), notes, self.key
 + tuple(map(str, avals)), self.key
@@ -1015,10 +1021,20 @@ the rule of a fix contains scopes that are no modules
 test_audit_fixes.py::test_a_rule_of_a_fix_names_the_module_without_other_scopes
 test_audit_fixes.py::test_parameters_that_enter_an_exponential_are_read_in_fp32
 
+the audit reports matmuls that the compiler removes
+- is_checked = is_run and contracts and is_float
++ is_checked = contracts and is_float
+test_audit_steps.py::test_the_forward_pass_of_an_initialization_is_not_checked
+
 the audit reports the gradients of an outer product
-- (not op.is_backward or self.matmul_calls.get(call, True))
-+ True
+- contracts = matmul.contracts and not is_gradient
++ contracts = matmul.contracts
 test_autocast.py::test_an_outer_product_keeps_positions
+
+the audit reports the gradients of an outer product at the line of a matmul
+- not matmul.contracts or self.matmul_calls.get(call, False)
++ not matmul.contracts and self.matmul_calls.get(call, True)
+test_autocast.py::test_an_outer_product_at_the_line_of_a_matmul_is_right
 
 the audit is silent about an operation of a later JAX that contains a program
 - elif _programs.is_unknown(op.equation):
@@ -1189,6 +1205,11 @@ the count of a segment's largest elements is a sum
 +     if False:
 test_audit_fixes.py::test_the_fixes_of_sums_of_segments
 
+the derivative of a tanh is a power that overflows
+- REDUCTIONS | _core.named("rsqrt one_minus_square")
++ REDUCTIONS | _core.named("rsqrt")
+test_audit.py::test_powers_overflow_in_float16_alone
+
 the fix of a power rounds its result to float16 again
 - fix = _origins.fix_operation(op, back)
 -     else:
@@ -1208,6 +1229,11 @@ the fix of a gather does not split the copy
 test_audit_sharding.py::test_the_fix_of_a_gather_is_the_constraint_of_the_program
 """,
     "jaxmp/_tools/audit/_check_speed.py": r"""
+the fix of a lookup casts the rows, not the table
+- fix = fix_wide(sentence, label.op, [0], dtype.name)
++ fix = fix_wide(sentence, label.op, [], dtype.name)
+test_audit_plants.py::test_a_table_that_is_larger_than_its_lookups_is_not_cast
+
 the audit takes the parts of matmuls that XLA merged for those of the model
 - else ("slice", "split")
 + else ("slice", "split", "dot_general")
@@ -1288,6 +1314,11 @@ the arguments of a jitted shard_map count as copies on each device
 test_memory.py::test_the_arrays_in_a_shard_map_are_parts
 """,
     "jaxmp/_tools/audit/_dataflow.py": r"""
+operations other than matmuls are products of a power iteration
+- if matrix is None or each.primitive.name != op.name:
++ if matrix is None:
+test_audit_steps.py::test_a_callback_without_results_beside_a_product_with_a_vector
+
 the audit knows under vmap only loss scales that are powers of two
 - is_scalar = is_scalar or any(map(math.isnan, sizes))
 + pass
@@ -1453,6 +1484,11 @@ an update of indexed elements has a fix in words alone
 test_audit_fixes.py::test_the_fixes_of_sums_of_segments
 """,
     "jaxmp/_tools/fixes/_rewrite.py": r"""
+the cases of a choice are exchanged in its fix
+- return [condition, if_false, if_true]
++ return [condition, if_true, if_false]
+test_audit_promotions.py::test_the_fix_of_a_promotion_by_a_choice_casts_the_wide_case
+
 the fix of `jnp.astype(x, d)` loses its array
 - [*call.args[: count - 1], parsed(
 + [parsed(
@@ -2159,6 +2195,11 @@ an average beside a train state is placed as its parameters
 test_sharding.py::test_averages_beside_a_train_state_are_split_like_moments
 """,
     "jaxmp/optim/_skip.py": r"""
+the code for a field of the inner state fails where several have the name
+- call = "get" if len(values) == 1 else "get_all_with_path"
++ call = "get"
+test_optim.py::test_optax_reads_and_sets_fields_of_the_inner_state
+
 steps whose gradients are all zero are not counted in a row
 - lax.select(is_zero, state.stats.zero_gradients + 1, jnp.int32(0))
 + lax.select(is_zero, jnp.int32(1), jnp.int32(0))

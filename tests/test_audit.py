@@ -605,6 +605,9 @@ def test_powers_overflow_in_float16_alone():
         finding = the_only(report.warnings, "exp_16bit")
         assert report.ok and finding.primitive == "integer_pow"
         assert finding.fix.endswith(code) and finding.trial == "works"
+    # The derivative of tanh, 1 - y**2, is at most 1.
+    derivative = lambda x: jax.jvp(jnp.tanh, (x,), (x,))[1]
+    assert audit(derivative, shape(4, 64, dtype=jnp.float16)).findings == ()
 
 
 def test_a_scalar_parameter_is_no_loss():

@@ -159,9 +159,12 @@ class Auditor:
         self.collected: defaultdict[type | _checks.Check, list[Any]] = defaultdict(list)
         # (scopes, line) of a matmul -> the fix of the promotion that makes it wide.
         self.promotion_fixes: dict[tuple[_programs.Path, tuple[str, int]], str] = {}
+        # The ids of equations that a compiler removes, such as those of a forward pass in the
+        # `init` of a model.
+        self._unused: set[int] = set()
         # Bytes that the matmuls read and write, apart from those without floats.
         self.matmul_bytes = 0
-        # Calls of the matmuls before a backward pass -> False for those of outer products alone.
+        # Calls of the matmuls before a backward pass -> True if some are outer products.
         self.matmul_calls: dict[tuple[CodeType, int] | None, bool] = {}
         # (results, FLOPs) of matmuls outside of modules and derivatives that read values which were
         # computed from gradients, by line.
@@ -234,6 +237,9 @@ class Auditor:
                 self.flow.mark(var, _dataflow.Scalar(number, value is None))
         self.known, body = scope, scope.body
         above = _programs.Location() if outer is None else outer.location
+        used = _programs.without_unused(scope.jaxpr)
+        self._unused |= {*map(id, _programs.equations(scope.jaxpr, inside=False))}
+        self._unused -= {*map(id, _programs.equations(used, inside=False))}
         for equation in _programs.equations(scope.jaxpr, inside=False):
             location = self.locations.of(equation, above)
             self._visit(_checks.OpOccurrence(equation, location, times, body, self.findings, outer))
@@ -321,16 +327,20 @@ class Auditor:
         self._record_fp8(op, matmul)
         is_float = matmul.lhs in _checks.FLOATS | {matmul.rhs}
         call = _programs.call_site(op.equation)
-        # The gradients of an outer product multiply matrices by vectors.
-        contracts = matmul.contracts and (not op.is_backward or self.matmul_calls.get(call, True))
-        if contracts and is_float and not _programs.is_inner_product(op.equation):
+        # The gradients of an outer product multiply matrices by vectors, which have no widths.
+        is_gradient = op.is_backward and not matmul.widths and self.matmul_calls.get(call, False)
+        contracts = matmul.contracts and not is_gradient
+        # A gradient alone does not need all matmuls of its forward pass, which show their fix.
+        is_run = op.location.differentiated or id(op.equation) not in self._unused
+        is_checked = is_run and contracts and is_float
+        if is_checked and not _programs.is_inner_product(op.equation):
             self.matmul_bytes += _checks.bytes_of_matmul(op)
             for function in _checks.ON[_checks.MATMUL]:
                 function(op, matmul, flops)
         if op.is_forward and _core.FLOAT16 in dtypes:
             self.flow.has_float16 = True
         if not op.is_backward:
-            self.matmul_calls[call] = matmul.contracts or self.matmul_calls.get(call, False)
+            self.matmul_calls[call] = not matmul.contracts or self.matmul_calls.get(call, False)
         elif _core.FLOAT16 in dtypes and self.float16_backward is None:
             self.float16_backward = op
 

@@ -125,17 +125,18 @@ def _label_promotion(op: OpOccurrence, reader: Equation, others: list[Atom]) -> 
 
 
 def _fix_promotion(op: OpOccurrence, upcast: Atom, others: list[Atom], source: str) -> str:
-    if not op.is_own_call:
+    if not op.is_own_call and op.caller != "_where":
         if not is_in_flax(op):
             return in_words(op)
         layer = f"Set dtype=jnp.{source} in the layer, or cast its result"
         return f"{layer}:\n    y = y.astype(jnp.{source})"
+    is_wide = lambda var: var is not upcast and _checks.dtype_of(var) == _checks.dtype_of(upcast)
+    index = next(n for n, var in enumerate(op.operands) if is_wide(var))
     literals = [var for var in others if _programs.is_literal(var)]
-    index = next(n for n, var in enumerate(op.operands) if var is not upcast)
-    number = str(float(literals[0].val)) if literals else ""
-    code = _rewrite.with_operand(op.expression, index, number) if literals else ""
     # Arrays are not joined with a number.
-    if code := code or number * (op.name != "concatenate"):
+    if literals and op.name != "concatenate":
+        number = str(float(literals[0].val))
+        code = _rewrite.with_operand(op.expression, index, number) or number
         sentence = "Replace the array or NumPy number by a Python number, which does not promote"
         return f"{sentence}:\n    {code}"
     return fix_wide("Cast the wide operand", op, [index], source)

@@ -73,8 +73,9 @@ REDUCTIONS = _SUMS | _core.named(
 )
 # Activation functions of `jax.nn` that compute exponentials of negative numbers only.
 _BOUNDED = frozenset({"elu", "celu", "selu"})
-# `one_minus_square` is the derivative of tanh.
-_POWERS = _core.named("integer_pow square one_minus_square")
+_POWERS = _core.named("integer_pow square")
+# Reductions and roots have checks of their own. `one_minus_square`, of a tanh, is at most 1.
+_NO_EXPONENTIALS = REDUCTIONS | _core.named("rsqrt one_minus_square")
 
 
 # ---------------------------------------------------------------------------
@@ -261,7 +262,7 @@ class ForwardUse(_labels.ConditionalFinding):
 @EXP_16BIT.on(_checks.HALF)
 def check_exponential(op: _checks.OpOccurrence, dtype: np.dtype) -> ForwardUse | None:
     """Reports the other operations of the op table's FP32 rows."""
-    if op.name in REDUCTIONS or op.name == "rsqrt" or not op.is_forward:
+    if op.name in _NO_EXPONENTIALS or not op.is_forward:
         return None
     message, severity = f"{op.name} in {dtype.name}", _checks.ERROR
     if op.name in _POWERS:

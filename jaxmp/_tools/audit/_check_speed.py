@@ -16,6 +16,7 @@ from jaxmp._tools.audit._hlo_kernels import accessed, kernels, results, written
 from jaxmp._tools.audit._hlo_matmuls import is_matmul, parts
 from jaxmp._tools.audit._hlo_stats import fused_attention, source_of
 from jaxmp._tools.audit._labels import Fact
+from jaxmp._tools.audit._origins import fix_wide
 from jaxmp._tools.audit._rows import Compilation, Finding
 from jaxmp._tools.report._section import bytes_text, counted, share_text
 from jaxmp.losses._linear import chunk_rows
@@ -254,7 +255,8 @@ def check_cast(op: OpOccurrence) -> None:
         if before < after:
             message = f"the lookup moves {bytes_text(after)} in FP32 and casts the rows to"
             message += f" {dtype.name}; to cast the table first moves {bytes_text(before)}."
-            code = f"x = table.astype(jnp.{dtype.name})[tokens]"
-            code = code if label.op.is_own_call else f"dtype=jnp.{dtype.name}"
-            fix = f"Cast the table before the lookup:\n    {code}"
+            sentence = "Cast the table before the lookup"
+            fix = fix_wide(sentence, label.op, [0], dtype.name)
+            if "\n" not in fix and not label.op.is_own_call:  # a layer
+                fix = f"{sentence}:\n    dtype=jnp.{dtype.name}"
             label.op.add(WIDE_GATHER, message, fix)

@@ -22,10 +22,14 @@ from jaxmp._tools.audit._check_matmuls import (
     MIXED_OPERANDS,
 )
 from jaxmp._tools.audit._check_ops import LOSS_16BIT
+from jaxmp._tools.audit._check_speed import WIDE_GATHER
 from jaxmp._tools.audit._report import AuditReport
 from jaxmp._tools.audit._rows import SEVERITIES, Finding, MatmulRow, merged
 from jaxmp._tools.fixes import _source, _trial
 from jaxmp._tools.report import _section
+
+# Checks whose fixes cast to 16 bits.
+_NARROWED = frozenset(x.id for x in (FP32_MATMUL, IMPLICIT_PROMOTION, MIXED_OPERANDS, WIDE_GATHER))
 
 
 def _leave_out_optimizer(auditor: _auditor.Auditor) -> None:
@@ -235,7 +239,7 @@ def _with_trial(finding: Finding, group: _trial.Edits, trial: _trial.FixTrial) -
         fix = functools.reduce(_source.both, trial.more, fix)
         return dataclasses.replace(finding, fix=fix, trial=trial.state)
     remedy = "Cast the arrays that this line reads to FP32, and its results back."
-    if finding.check in {FP32_MATMUL.id, IMPLICIT_PROMOTION.id, MIXED_OPERANDS.id}:
+    if finding.check in _NARROWED:
         remedy = "Cast the wide arrays that this line reads to 16 bits."
     tried = "what it tried does not remove the finding, or leads to another one."
     return dataclasses.replace(finding, fix=f"{remedy} jaxmp prints no code: {tried}")

@@ -122,7 +122,7 @@ class Changed(ast.NodeTransformer):
 
 
 def _operands(node: ast.expr, expression: Expression) -> list[ast.expr]:
-    """Returns the arrays of an operation that computes with two; of a lookup, its table."""
+    """Returns the operands of an operation that computes with several; of a lookup, its table."""
     if isinstance(node, ast.BinOp):
         return [node.left, node.right]
     if isinstance(node, ast.Subscript):
@@ -134,6 +134,11 @@ def _operands(node: ast.expr, expression: Expression) -> list[ast.expr]:
         return [node.func.value, *node.args[:1]]
     if name == "jax.numpy.take":
         return node.args[:1]
+    if name == "jax.numpy.where" and len(node.args) == 3:
+        condition, if_true, if_false = node.args
+        return [condition, if_false, if_true]
+    if name == "jax.numpy.concatenate" and isinstance(node.args[0], ast.List | ast.Tuple):
+        return node.args[0].elts
     is_pair = row is not None and len(row.arrays) > 1
     return _functions.arguments_of(node, name, row) if row is not None and is_pair else []
 
