@@ -173,11 +173,10 @@ def with_trials(
         returns the report and the expressions that fixes replace.
       has_carries: whether the function has loops or branches.
     """
-    key = lambda f: (f.check, f.file, f.line)
     # A check may report two expressions of one line.
     lines: dict[Any, Finding] = {}
     for finding in report.findings:
-        place = key(finding), finding.severity, finding.module
+        place = finding.check, finding.file, finding.line, finding.severity, finding.module
         first = lines.setdefault(place, finding)
         lines[place] = dataclasses.replace(first, fix=_source.both(first.fix, finding.fix))
     groups: dict[Any, list[Finding]] = {}
@@ -185,6 +184,10 @@ def with_trials(
     for finding in lines.values() if edits else report.findings:
         fix, group = _trial.unified(finding.fix, finding.file, finding.line, edits)
         groups.setdefault(group, []).append(dataclasses.replace(finding, fix=fix))
+    # New code of several lines is in the first one.
+    spans = sorted((edit for edit in edits if edit.line < edit.end_line), reverse=True)
+    first = {(e.file, n): e.line for e in spans for n in range(e.line, e.end_line + 1)}
+    key = lambda f: (f.check, f.file, first.get((f.file, f.line), f.line))
 
     def problems(has_fixes: bool) -> _trial.Problems:
         report, edits = again(has_fixes)

@@ -122,8 +122,8 @@ DOMAINS: Mapping[str, frozenset[str]] = {
     "exp": frozenset({"exp", "exp2", "expm1", "sinh", "cosh"}),
     "softmax": frozenset({"softmax", "log_softmax"}),
 }
-# Functions with a `preferred_element_type`.
-MATMULS = frozenset(
+# Functions with a `preferred_element_type`, and the method of an array.
+MATMULS = frozenset(("dot",)) | frozenset(
     f"jax.{module}.{name}"
     for module, names in {
         "numpy": "matmul dot einsum tensordot inner vdot vecdot",

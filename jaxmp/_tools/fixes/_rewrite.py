@@ -315,8 +315,15 @@ class _FiniteNumbers(ast.NodeTransformer):
 
 
 def cast(array: ast.expr, dtype: str = "float32") -> ast.expr:
-    """Returns code for a cast of an array; before a bound, which 16 bits may round to 1 or 0."""
+    """Returns code for a cast of an array.
+
+    It is before a bound, which 16 bits may round to 1 or 0, and before a square, which overflows
+    early.
+    """
     function = array.func if isinstance(array, ast.Call) else None
+    squared = _squared(array) if dtype == "float32" else None
+    if squared is not None:
+        return _Replaced({squared: cast(squared)}).visit(array)
     if dtype == "float32" and isinstance(function, ast.Attribute) and function.attr in _CASTS:
         # A wider cast of what is already rounded would not help.
         assert isinstance(array, ast.Call)
@@ -342,6 +349,18 @@ def _recast(call: ast.Call, dtype: str) -> ast.Call:
     """Returns a cast, such as `x.astype(d)` or `jnp.astype(x, d)`, to another dtype."""
     count = len(call.args) + any(keyword.arg in ("dtype", "new_dtype") for keyword in call.keywords)
     return ast.Call(call.func, [*call.args[: count - 1], parsed(f"jnp.{dtype}")], [])
+
+
+def _squared(node: ast.expr) -> ast.expr | None:
+    """Returns the operand of a square, such as `x ** 2`; None for another expression."""
+    match node:
+        case ast.Call(ast.Attribute(attr="square"), [x], []):
+            return x
+        case ast.BinOp(x, ast.Pow(), ast.Constant(2)):
+            return x
+        case ast.BinOp(x, ast.Mult(), same) if ast.unparse(x) == ast.unparse(same):
+            return x
+    return None
 
 
 def _is_number(node: ast.expr) -> bool:
