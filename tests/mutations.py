@@ -1489,6 +1489,11 @@ the cases of a choice are exchanged in its fix
 + return [condition, if_true, if_false]
 test_audit_promotions.py::test_the_fix_of_a_promotion_by_a_choice_casts_the_wide_case
 
+a square is cast to FP32 after it has overflowed
+- squared = _squared(array) if is_wide else None
++ squared = None
+test_audit_fixes.py::test_fixes_of_values_that_are_rounded_before
+
 the fix of `jnp.astype(x, d)` loses its array
 - [*call.args[: count - 1], parsed(
 + [parsed(
@@ -1506,6 +1511,16 @@ the fix of a carry does not reach its constants
 test_audit_fixes.py::test_fixes_of_operations_remove_the_rounding
 """,
     "jaxmp/_tools/fixes/_source.py": r"""
+the fix of a method on its own line has no code
+- before.endswith(b".")
++ False
+test_audit_fixes.py::test_fixes_of_values_that_are_rounded_before
+
+the fix of an augmented assignment has no code
+- case [ast.AugAssign(target, operator, value)]:
++ case [ast.AugAssign(target, operator, value)] if not code:
+test_audit_fixes.py::test_fixes_of_values_that_are_rounded_before
+
 a fix names `jax.numpy` as jnp in every file
 - names = [name for name, module in imports.items() if module == "jax.numpy"]
 + names = []

@@ -181,17 +181,21 @@ def with_trials(
     for finding in lines if edits else report.findings:
         fix, group = _trial.unified(finding.fix, finding.file, finding.line, edits)
         groups.setdefault(group, []).append(dataclasses.replace(finding, fix=fix))
+    # New code of several lines is in the first one.
+    spans = sorted((edit for edit in edits if edit.line < edit.end_line), reverse=True)
+    first = {(e.file, n): e.line for e in spans for n in range(e.line, e.end_line + 1)}
+    key = lambda f: (f.check, f.file, first.get((f.file, f.line), f.line))
 
     def problems(has_fixes: bool) -> _trial.Problems:
         report, edits = again(has_fixes)
         edits = printed(edits, report.findings)
         # A new warning does not speak against a fix.
-        relevant = [f for f in report.findings if f.severity == _checks.ERROR or _key(f) in before]
-        return {_key(f): _trial.unified(f.fix, f.file, f.line, edits) for f in relevant}
+        relevant = [f for f in report.findings if f.severity == _checks.ERROR or key(f) in before]
+        return {key(f): _trial.unified(f.fix, f.file, f.line, edits) for f in relevant}
 
-    before = set(map(_key, report.findings))
+    before = set(map(key, report.findings))
     tried = [group for group in groups if group is not None]
-    removed = [set(map(_key, groups[group])) for group in tried]
+    removed = [set(map(key, groups[group])) for group in tried]
     trials = {None: _trial.FixTrial(_trial.NOT_TRIED)}
     if tried:
         results = _trial.try_edits(tried, problems, before, removed, has_carries)
@@ -204,12 +208,8 @@ def with_trials(
     return dataclasses.replace(report, findings=tuple(sorted(findings, key=_sort_key)))
 
 
-def _key(finding: Finding) -> tuple[str, str, int]:
-    return finding.check, finding.file, finding.line
-
-
 def _place(finding: Finding) -> tuple[Any, ...]:
-    return *_key(finding), finding.severity, finding.module
+    return finding.check, finding.file, finding.line, finding.severity, finding.module
 
 
 def _joined(findings: list[Finding]) -> list[Finding]:

@@ -129,13 +129,13 @@ DOMAINS: Mapping[str, frozenset[str]] = {
     "exp": frozenset({"exp", "exp2", "expm1", "sinh", "cosh"}),
     "softmax": frozenset({"softmax", "log_softmax"}),
 }
-# Functions with a `preferred_element_type`.
+# Functions with a `preferred_element_type`, and the method of an array.
 _LAX_MATMULS = (
     "dot dot_general ragged_dot batch_matmul conv conv_transpose conv_general_dilated"
     " conv_with_general_padding"
 )
 _MATMULS = {"matmul dot einsum tensordot inner vdot vecdot": _PAIR}
-MATMULS = frozenset(_of_each({"jax.numpy": _MATMULS, "jax.lax": {_LAX_MATMULS: _PAIR}}))
+MATMULS = frozenset(("dot", *_of_each({"jax.numpy": _MATMULS, "jax.lax": {_LAX_MATMULS: _PAIR}})))
 # Layers of Flax -> the argument of their constructor by which they return FP32 sums. The code uses
 # `jax.tree_util.Partial`, because a user's file may not import `functools`.
 _PREFERRED = "preferred_element_type=jnp.float32"

@@ -309,8 +309,15 @@ def with_finite_numbers(expression: Expression, dtype: str) -> str:
 
 
 def cast(array: ast.expr, dtype: str = "float32") -> ast.expr:
-    """Returns code for a cast of an array; before a bound, which 16 bits may round to 1 or 0."""
+    """Returns code for a cast of an array.
+
+    It is before a bound, which 16 bits may round to 1 or 0, and before a square, which overflows
+    early.
+    """
     is_wide = dtype == "float32"
+    squared = _squared(array) if is_wide else None
+    if squared is not None:
+        return Changed({squared: cast(squared)}.get).visit(array)
     if is_wide and isinstance(array, ast.Call) and isinstance(array.func, ast.Attribute):
         function, numbers = array.func, [each.value for each in array.keywords]
         if function.attr in _CASTS:
@@ -335,6 +342,18 @@ def _recast(call: ast.Call, dtype: str) -> ast.Call:
     """Returns a cast, such as `x.astype(d)` or `jnp.astype(x, d)`, to another dtype."""
     count = len(call.args) + any(keyword.arg in ("dtype", "new_dtype") for keyword in call.keywords)
     return ast.Call(call.func, [*call.args[: count - 1], parsed(f"jnp.{dtype}")], [])
+
+
+def _squared(node: ast.expr) -> ast.expr | None:
+    """Returns the operand of a square, such as `x ** 2`; None for another expression."""
+    match node:
+        case ast.Call(ast.Attribute(attr="square"), [x], []):
+            return x
+        case ast.BinOp(x, ast.Pow(), ast.Constant(2)):
+            return x
+        case ast.BinOp(x, ast.Mult(), same) if ast.unparse(x) == ast.unparse(same):
+            return x
+    return None
 
 
 def _is_number(node: ast.expr) -> bool:

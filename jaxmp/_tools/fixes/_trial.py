@@ -51,7 +51,8 @@ def unified(fix: str, file: str, line: int, edits: Iterable[Edit]) -> tuple[str,
       The fix, and None if some of its code is not an edit, such as a change of the optimizer.
     """
     code = set(codes_of(fix))
-    is_here = lambda edit: (edit.file, edit.line) == (file, line) or edit.where in fix
+    has_line = lambda edit: edit.file == file and edit.line <= line <= edit.end_line
+    is_here = lambda edit: has_line(edit) or edit.where in fix
     chosen = [edit for edit in edits if edit.code in code and is_here(edit)]
     if not code or not code <= {edit.code for edit in chosen}:
         return fix, None
@@ -371,6 +372,14 @@ def _names(code: str) -> set[str]:
     return {node.id for node in ast.walk(ast.parse(code)) if isinstance(node, ast.Name)}
 
 
+def _assignment(code: str) -> tuple[str, str]:
+    """Returns the target of an assignment with its sign, and the value; "" and any other code."""
+    match ast.parse(code).body:
+        case [ast.Assign([target], value)]:
+            return f"{ast.unparse(target)} = ", ast.unparse(value)
+    return "", code
+
+
 def _edited(lines: list[str], edits: list[Edit], free: set[str]) -> str:
     """Returns a text in which edits replace their expressions; outer ones include inner ones.
 
@@ -393,8 +402,9 @@ def _edited(lines: list[str], edits: list[Edit], free: set[str]) -> str:
         # A function whose closure lost a variable could not replace the live one.
         lost = sorted((_names(edit.old) & free) - _names(edit.code))
         new = _source.with_names_of(edit.file, edit.code, "__import__('jax').numpy")
-        code = f"({new}, {', '.join(lost)})[False]" if lost else f"({new})"
-        code = f"({code}{chr(10) * (last - first)})".encode()
+        assigned, value = _assignment(new)
+        code = f"({value}, {', '.join(lost)})[False]" if lost else f"({value})"
+        code = f"{assigned}({code}{chr(10) * (last - first)})".encode()
         whole = encoded[first][: edit.start] + code + encoded[last][edit.end :]
         encoded[first : last + 1] = whole.splitlines(keepends=True)
     return b"".join(encoded).decode()
