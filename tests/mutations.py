@@ -1315,8 +1315,8 @@ test_memory.py::test_the_arrays_in_a_shard_map_are_parts
 """,
     "jaxmp/_tools/audit/_dataflow.py": r"""
 operations other than matmuls are products of a power iteration
-- if matrix is None or each.primitive.name != op.name:
-+ if matrix is None:
+- products = [each for each in here if each.primitive.name == op.name]
++ products = list(here)
 test_audit_steps.py::test_a_callback_without_results_beside_a_product_with_a_vector
 
 the audit knows under vmap only loss scales that are powers of two

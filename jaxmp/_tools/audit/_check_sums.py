@@ -156,11 +156,17 @@ def fix_carry(loop: OpOccurrence, carry: _programs.Atom, addition: OpOccurrence)
 
     Returns:
       Sentences and code, or words alone if the code of the first value is not known, because it is
-      an argument, for example.
+      an argument or a gradient, for example.
     """
-    where = loop.where
-    text = f"Cast the first value of the carry to FP32 before the loop at {where}, which is"
-    text += f" {carry.aval.str_short()}, add in FP32, and cast the result after the loop."
+    where, array = loop.where, carry.aval.str_short()
+    if loop.is_backward:
+        text = f"The backward pass of the loop at {where} sums the gradient {array} of an array"
+        text += " that all iterations read, or of a running sum. Make that array or sum FP32, and"
+        return f"{text} cast it where the loop computes with it."
+    text = (
+        f"Cast the first value of the carry to FP32 before the loop at {where}, which is {array},"
+    )
+    text += " add in FP32, and cast the result after the loop."
     made = loop.made_by(_start_of(loop, carry), _checks.LAYOUT - {"broadcast_in_dim"})
     code = "" if made is None else _rewrite.in_fp32(made.expression)
     if made is None or not code:

@@ -120,7 +120,7 @@ class Expression:
         code = new if isinstance(new, str) else ast.unparse(new)
         if not code or code == self.text:
             return ""
-        variable = getattr(self.node, "left", None)
+        variable = self.node.left if isinstance(self.node, ast.BinOp) else self.node
         if isinstance(getattr(variable, "ctx", None), ast.Store):
             # An augmented assignment, such as `x *= y`, becomes an assignment.
             assigned = f"{ast.unparse(variable)} = "
