@@ -184,6 +184,12 @@ selected values of a loss are rounded
 test_autocast_decisions.py::test_a_loss_selects_values_in_fp32
 """,
     "jaxmp/_autocast/_in_place.py": r"""
+the rule of a custom derivative does not know which values vary over devices
+- return jax.make_jaxpr(run)(*avals, *moving), zeros_out
++ shapes = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in (*avals, *moving)]
++     return jax.make_jaxpr(run)(*shapes), zeros_out
+test_autocast.py::test_shard_map
+
 a carried value is weakly typed in the body of a scan
 - Value(outer.to_aval(operands[n], equation.invars[n].aval))
 + Value(outer.to_aval(operands[n], equation.invars[n].aval), Priority.ARGUMENT)
@@ -1015,10 +1021,20 @@ the rule of a fix contains scopes that are no modules
 test_audit_fixes.py::test_a_rule_of_a_fix_names_the_module_without_other_scopes
 test_audit_fixes.py::test_parameters_that_enter_an_exponential_are_read_in_fp32
 
+the audit reports matmuls that the compiler removes
+- is_checked = is_run and contracts and is_float
++ is_checked = contracts and is_float
+test_audit_steps.py::test_the_forward_pass_of_an_initialization_is_not_checked
+
 the audit reports the gradients of an outer product
-- (not op.is_backward or self.matmul_calls.get(call, True))
-+ True
+- contracts = matmul.contracts and not is_gradient
++ contracts = matmul.contracts
 test_autocast.py::test_an_outer_product_keeps_positions
+
+the audit reports the gradients of an outer product at the line of a matmul
+- not matmul.contracts or self.matmul_calls.get(call, False)
++ not matmul.contracts and self.matmul_calls.get(call, True)
+test_autocast.py::test_an_outer_product_at_the_line_of_a_matmul_is_right
 
 the audit is silent about an operation of a later JAX that contains a program
 - elif _programs.is_unknown(op.equation):
@@ -1053,7 +1069,7 @@ test_audit_plants.py::test_the_range_of_float16
 """,
     "jaxmp/_tools/audit/_check_integers.py": r"""
 the audit ignores coordinates that a matmul reads in 16 bits
-- if _programs.Use.ANGLE not in exact or not op.is_forward:
+- if _programs.Use.ANGLE not in exact:
 + if True:
 test_audit_fixes.py::test_the_fix_of_coordinates_that_are_multiplied_in_16_bits
 
@@ -1094,12 +1110,12 @@ the audit reports a result from which its own mean is subtracted
 test_fp32_outputs.py::test_differences_of_one_result_are_not_reported
 
 probabilities that the user rounds before a difference are not reported
-- audit.flow.mark(result, UserCast(
-+ audit.flow.of(result), (UserCast(
+- op.mark(UserCast(
++ repr(UserCast(
 test_audit_plants.py::test_values_that_are_rounded_before_a_difference
 
 the audit is silent about rounded logits of a softmax
-- if _programs.Use.SOFTMAX in use
+- if _programs.Use.SOFTMAX in op.use
 + if False
 test_audit_plants.py::test_a_planted_defect_is_found_at_its_line_and_its_fix_removes_it
 
@@ -1155,7 +1171,7 @@ the audit reports matmuls that a rule wants in FP32
 test_audit.py::test_a_rule_that_wants_fp32_makes_it_right
 
 the audit reports the matmul that selects values of a loss
--  or _is_selection(op, use, audit)
+-  or _is_selection(op)
 test_audit_plants.py::test_a_loss_may_select_log_probabilities_in_fp32
 """,
     "jaxmp/_tools/audit/_check_ops.py": r"""
@@ -1175,10 +1191,8 @@ a parameter that is rounded before its softplus is not found
 test_audit_fixes.py::test_parameters_that_enter_an_exponential_are_read_in_fp32
 
 the audit is silent about a softmax in 16 bits
--     if _role_of_exponential(op, audit) == "softmax":
--         is_own
-+     if _role_of_exponential(op, audit) == "nothing":
-+         is_own
+- if role == "softmax":
++ if role == "nothing":
 test_audit.py::test_a_half_softmax
 
 each sum of exponentials is a softmax
@@ -1191,11 +1205,16 @@ the count of a segment's largest elements is a sum
 +     if False:
 test_audit_fixes.py::test_the_fixes_of_sums_of_segments
 
+the derivative of a tanh is a power that overflows
+- REDUCTIONS | _core.named("rsqrt one_minus_square")
++ REDUCTIONS | _core.named("rsqrt")
+test_audit.py::test_powers_overflow_in_float16_alone
+
 the fix of a power rounds its result to float16 again
 - fix = _origins.fix_operation(op, back)
--         return
+-     else:
 + fix = _origins.fix_operation(op, dtype.name)
-+         return
++     else:
 test_audit.py::test_powers_overflow_in_float16_alone
 
 a scalar parameter with an FP32 master is a loss
@@ -1210,6 +1229,11 @@ the fix of a gather does not split the copy
 test_audit_sharding.py::test_the_fix_of_a_gather_is_the_constraint_of_the_program
 """,
     "jaxmp/_tools/audit/_check_speed.py": r"""
+the fix of a lookup casts the rows, not the table
+- fix = fix_wide(sentence, label.op, [0], dtype.name)
++ fix = fix_wide(sentence, label.op, [], dtype.name)
+test_audit_plants.py::test_a_table_that_is_larger_than_its_lookups_is_not_cast
+
 the audit takes the parts of matmuls that XLA merged for those of the model
 - else ("slice", "split")
 + else ("slice", "split", "dot_general")
@@ -1237,8 +1261,8 @@ an average beside packed masters is taken for a moment
 test_audit_steps.py::test_an_average_beside_masters_has_its_own_fix
 
 the audit overlooks averages of the parameters before the update
-- trained = masters | stored | (
-+ trained = masters | (
+- trained = masters.union(n for n in stored if
++ trained = masters.union(n for n in stored if not
 test_audit_steps.py::test_averages_beside_masters_are_reported_and_the_fix_is_clean
 
 an input of a model has the fix of a parameter
@@ -1253,8 +1277,8 @@ all terms of a scatter with known indices count as one sum
 test_audit.py::test_the_terms_of_known_indices_are_counted
 
 the audit calls an exact count a rounded sum
--         is_other = linear.is_scaled or _is_exact_count(op, carry, linear.addition)
-+         is_other = linear.is_scaled
+-         is_other = linear.factor != 1 or _is_exact_count(op, carry, linear.addition)
++         is_other = linear.factor != 1
 test_audit_plants.py::test_defects_in_parts_of_programs
 
 the audit takes a solver's small steps for a residual stream
@@ -1290,6 +1314,11 @@ the arguments of a jitted shard_map count as copies on each device
 test_memory.py::test_the_arrays_in_a_shard_map_are_parts
 """,
     "jaxmp/_tools/audit/_dataflow.py": r"""
+operations other than matmuls are products of a power iteration
+- products = [each for each in here if each.primitive.name == op.name]
++ products = list(here)
+test_audit_steps.py::test_a_callback_without_results_beside_a_product_with_a_vector
+
 the audit knows under vmap only loss scales that are powers of two
 - is_scalar = is_scalar or any(map(math.isnan, sizes))
 + pass
@@ -1306,13 +1335,13 @@ the audit ignores the loss scale in a division of gradients
 test_audit_plants.py::test_gradients_and_their_scale
 
 a power iteration is reported
--         if other_matrix is matrix and (
-+         if other_matrix is None and (
+- other is matrix and (
++ other is None and (
 test_audit.py::test_a_power_iteration_is_fp32_by_design
 
 two heads of one layer are a power iteration
--             each.outvars[0] in near(vector, op.body, _NORMALIZED)
-+             each is not op.equation
+- is_near(each.outvars[0], vector) or
++ each is not op.equation or
 test_audit.py::test_a_power_iteration_is_fp32_by_design
 """,
     "jaxmp/_tools/audit/_hlo.py": r"""
@@ -1450,11 +1479,21 @@ the fix of an einsum casts its keyword arguments
 test_audit_steps.py::test_the_fix_of_a_matmul_casts_both_operands
 
 an update of indexed elements has a fix in words alone
-- at.add at.subtract
-+ at.subtract
+- "at": {"add subtract
++ "at": {"subtract
 test_audit_fixes.py::test_the_fixes_of_sums_of_segments
 """,
     "jaxmp/_tools/fixes/_rewrite.py": r"""
+the cases of a choice are exchanged in its fix
+- return [condition, if_false, if_true]
++ return [condition, if_true, if_false]
+test_audit_promotions.py::test_the_fix_of_a_promotion_by_a_choice_casts_the_wide_case
+
+a square is cast to FP32 after it has overflowed
+- squared = _squared(array) if is_wide else None
++ squared = None
+test_audit_fixes.py::test_fixes_of_values_that_are_rounded_before
+
 the fix of `jnp.astype(x, d)` loses its array
 - [*call.args[: count - 1], parsed(
 + [parsed(
@@ -1462,16 +1501,26 @@ test_audit_steps.py::test_the_fix_of_a_matmul_casts_both_operands
 test_audit_steps.py::test_the_fix_of_a_function_of_a_cast
 
 a fix casts the narrow operand
-- chosen = [operands[index] for
-+ chosen = [operands[1 - index] for
+- new = {operands[index]: change(operands[index])
++ new = {operands[1 - index]: change(operands[1 - index])
 test_audit_fixes.py::test_the_fix_of_two_dtypes_casts_the_wide_operand
 
 the fix of a carry does not reach its constants
--     node = _WideConstants(expression).visit(expression.copy())
-+     node = expression.copy()
+- node = Changed(widened).visit(expression.copy())
++ node = expression.copy()
 test_audit_fixes.py::test_fixes_of_operations_remove_the_rounding
 """,
     "jaxmp/_tools/fixes/_source.py": r"""
+the fix of a method on its own line has no code
+- before.endswith(b".")
++ False
+test_audit_fixes.py::test_fixes_of_values_that_are_rounded_before
+
+the fix of an augmented assignment has no code
+- case [ast.AugAssign(target, operator, value)]:
++ case [ast.AugAssign(target, operator, value)] if not code:
+test_audit_fixes.py::test_fixes_of_values_that_are_rounded_before
+
 a fix names `jax.numpy` as jnp in every file
 - names = [name for name, module in imports.items() if module == "jax.numpy"]
 + names = []
@@ -2161,6 +2210,11 @@ an average beside a train state is placed as its parameters
 test_sharding.py::test_averages_beside_a_train_state_are_split_like_moments
 """,
     "jaxmp/optim/_skip.py": r"""
+the code for a field of the inner state fails where several have the name
+- call = "get" if len(values) == 1 else "get_all_with_path"
++ call = "get"
+test_optim.py::test_optax_reads_and_sets_fields_of_the_inner_state
+
 steps whose gradients are all zero are not counted in a row
 - lax.select(is_zero, state.stats.zero_gradients + 1, jnp.int32(0))
 + lax.select(is_zero, jnp.int32(1), jnp.int32(0))

@@ -289,6 +289,23 @@ def test_a_log_of_a_sum_of_masked_exponentials(tmp_path):
             ],
             "jnp.log(c.astype(jnp.float32))",
         ),
+        # A method on its own line, an augmented assignment, and an expression of several lines.
+        (["return (", "    (x @ x.T)", "    .mean()", ")"], "(x @ x.T).astype(jnp.float32).mean()"),
+        (
+            ["h = x", "h @= x.T", "return jax.nn.softmax(h.astype(jnp.float32))"],
+            "h = jnp.matmul(h, x.T, preferred_element_type=jnp.float32)",
+        ),
+        (
+            ["return jnp.exp(", "    x.dot(  # of x", "        x.T", "    )", ").sum(-1)"],
+            "x.dot(x.T, preferred_element_type=jnp.float32)",
+        ),
+        (  # Squares of float16 may overflow.
+            [
+                "x = x.astype(jnp.float16)",
+                "return x / jnp.sqrt(sum(jnp.sum(each * each) for each in x) + 1.0)",
+            ],
+            "sum((jnp.sum(each.astype(jnp.float32) * each) for each in x))",
+        ),
     ],
 )
 def test_fixes_of_values_that_are_rounded_before(body, code, tmp_path):

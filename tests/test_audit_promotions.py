@@ -243,8 +243,21 @@ def test_the_fix_of_a_promotion_by_zeros_is_no_number():
 
     finding = the_only(audit(fn, X, W).errors, "implicit_promotion")
     assert finding.message.startswith("concatenate of bfloat16 and float32 is computed in float32")
-    operand = "float32[8,16,64] of `jnp.concatenate([x, jnp.zeros(x.shape, jnp.float32)])`"
-    assert finding.fix == f"Cast the wide operand, {operand}, to bfloat16."
+    code = "jnp.concatenate([x, jnp.zeros(x.shape, jnp.float32).astype(jnp.bfloat16)])"
+    assert finding.fix == f"Cast the wide operand:\n    {code}" and finding.trial == "works"
+
+
+@pytest.mark.parametrize(
+    "fn, code",
+    [
+        (lambda x, y: jnp.where(x > 0, x, y), "jnp.where(x > 0, x, y.astype(jnp.bfloat16))"),
+        (lambda x, y: jnp.where(x > 0, y, x), "jnp.where(x > 0, y.astype(jnp.bfloat16), x)"),
+    ],
+)
+def test_the_fix_of_a_promotion_by_a_choice_casts_the_wide_case(fn, code):
+    report = audit(lambda x, y, w: matmul(fn(x, y), w), X, X.update(dtype=jnp.float32), W)
+    finding = the_only(report.errors, "implicit_promotion")
+    assert finding.fix == f"Cast the wide operand:\n    {code}" and finding.trial == "works"
 
 
 def test_a_layer_without_a_dtype_that_makes_the_stream_fp32():

@@ -47,6 +47,26 @@ def scanned(fn):
 AROUND = [lambda f: f, jax.jit, jax.checkpoint, scanned, with_own_gradient]
 
 
+def test_the_forward_pass_of_an_initialization_is_not_checked():
+    """The compiler removes it from a function that also trains."""
+    model = jaxmp.load_recipe("bf16").wrap(nn.Dense(8))
+
+    def train(key, x):
+        loss = lambda params: jnp.square(model.apply(params, x)).mean()
+        return jax.grad(loss)(model.init(key, x))
+
+    assert audit(train, jax.random.key(0), X, recipe="bf16").findings == ()
+
+
+def test_a_callback_without_results_beside_a_product_with_a_vector():
+    def fn(w, x):
+        jax.debug.print("{}", x[0, 0])
+        return jnp.log(x @ w)
+
+    report = audit(fn, jax.ShapeDtypeStruct((64, 1), F32), X, recipe="bf16")
+    assert the_only(report.errors, "fp32_matmul").count == 1
+
+
 def code_of(finding):
     """Returns the first code that a finding suggests."""
     return next(text for is_code, text in fix_parts(finding.fix) if is_code)

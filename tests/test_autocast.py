@@ -180,6 +180,19 @@ def test_an_outer_product_keeps_positions(angles):
     assert jaxmp.audit(jax.grad(waves), jnp.ones(4), recipe="bf16").ok
 
 
+def test_an_outer_product_at_the_line_of_a_matmul_is_right():
+    """The first layer of a network of one coordinate, in a loop over its layers."""
+
+    def loss(weights, x):
+        for w in weights:
+            x = jnp.tanh(x @ w)
+        return x.sum()
+
+    weights = [jnp.ones((1, 8)), jnp.ones((8, 8))]
+    report = jaxmp.audit(jax.grad(autocast(loss, MIXED)), weights, jnp.ones((99, 1)), recipe="bf16")
+    assert report.findings == (), str(report)
+
+
 def test_convolutions_are_low():
     def fn(x, w):
         return lax.conv_general_dilated(x, w, (1, 1), "SAME")
@@ -473,7 +486,8 @@ def test_shard_map():
     spec = jax.sharding.PartitionSpec
 
     def fn(w, b, x):
-        body = lambda w, b, x: lax.psum(jnp.tanh(x @ w + b[None]).sum(), "d")
+        # The rule of relu compares values that vary over devices.
+        body = lambda w, b, x: lax.psum(jnp.tanh(jax.nn.relu(x @ w + b[None])).sum(), "d")
         specs = (spec(), spec(), spec("d"))
         return jax.shard_map(body, mesh=mesh, in_specs=specs, out_specs=spec())(w, b, x)
 

@@ -29,8 +29,9 @@ MEASURED = ROOT / "benchmarks/results/compatibility_jax_0.10.2_cpu.json"
 # 2**-12.
 OUTPUTS = {"bf16": 2e-2, "bf16_params": 2e-2, "fp16": 2.5e-3}
 
-# Gradients jump where a rounding decides which pixel is the largest.
-JUMPS = {"ResNet, classifier": 20}
+# Gradients jump where a rounding decides which pixel is the largest. XLA for CPUs adds the 510 rows
+# of some gradients of bfloat16 weights in bfloat16.
+JUMPS = {"ResNet, classifier": 20, "Wav2Vec2, speech recognition": 1.5}
 
 pytestmark = [
     # The layers of GPT-2 cast their operands to float32, and the recipe warns.

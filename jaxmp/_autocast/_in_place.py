@@ -172,7 +172,7 @@ class InPlace(_programs.Interpreter):
         def rule(size: int, is_batched: list[Any], *args: Any) -> tuple[PyTree, PyTree]:
             arrays, structure = jax.tree.flatten(args)
             shapes = [
-                jax.ShapeDtypeStruct(array.shape, aval.dtype)
+                jax.typeof(array).update(dtype=aval.dtype)
                 for array, aval in zip(arrays, avals, strict=True)
             ]
             batched: list[PyTree] = []
@@ -225,12 +225,6 @@ def _rule_jaxpr(
       The jaxpr from primals and nonzero tangents to primal and nonzero tangent results; and for
       each primal result, True if its tangent is a symbolic zero, which the jaxpr does not return.
     """
-    # On explicit mesh axes, the sharding is a part of the type.
-    spread = (aval.sharding if any(aval.sharding.spec) else None for aval in avals)
-    shapes = [
-        jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=sharding)
-        for aval, sharding in zip(avals, spread, strict=True)
-    ]
     zeros_out: list[bool] = []
 
     def run(*arrays: Array) -> list[Array]:
@@ -247,8 +241,8 @@ def _rule_jaxpr(
         zeros_out[:] = [isinstance(tangent, SymbolicZero) for tangent in tangents_out]
         return [*primals_out, *(t for t in tangents_out if not isinstance(t, SymbolicZero))]
 
-    moving = [shape for shape, zero in zip(shapes, zeros, strict=True) if not zero]
-    return jax.make_jaxpr(run)(*shapes, *moving), zeros_out
+    moving = [aval for aval, zero in zip(avals, zeros, strict=True) if not zero]
+    return jax.make_jaxpr(run)(*avals, *moving), zeros_out
 
 
 def _moves(aval: ShapedArray) -> bool:

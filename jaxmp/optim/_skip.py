@@ -174,9 +174,12 @@ class SkipNonfiniteState:
     settings: SkipSettings = dataclasses.field(metadata={"static": True})
 
     def __getattr__(self, name: str) -> NoReturn:
+        # A parameter, or the state of another transformation, may have the name, too.
+        values = optax.tree.get_all_with_path(self.__dict__.get("inner_state"), name)
+        call = "get" if len(values) == 1 else "get_all_with_path"
         raise AttributeError(
             f"The optimizer state of a recipe has no attribute {name!r}; it contains the state of "
-            f"your optimizer. Write:\n    optax.tree.get(opt_state, {name!r})"
+            f"your optimizer. Write:\n    optax.tree.{call}(opt_state, {name!r})"
         )
 
 

@@ -185,34 +185,35 @@ def audit_program(
 ) -> tuple[AuditReport, Compiled | None]:
     """Audits a function, and returns the report and the compiled program, if there is one."""
 
-    def walked(has_fixes: bool = True) -> tuple[_auditor.Auditor, _trace.Traced]:
+    def walked(has_fixes: bool = True) -> _auditor.Auditor:
         """Traces the function, and walks over its program."""
         with _trial.without_collection():
             traced = _trace.trace(fn, args, kwargs)
             auditor = _auditor.Auditor(context.of_program(traced.closed, traced.module_paths()))
             auditor.findings.reads_source = has_fixes
-            _check_state.label_arguments(auditor, traced)
+            auditor.traced = traced
+            _check_state.label_arguments(auditor)
             # Masks that attention makes for its own derivative are not the model's.
             auditor.run(_programs.Scope(traced.closed, stops=_checks.is_attention))
-        return auditor, traced
+        return auditor
 
     def again(has_fixes: bool) -> tuple[AuditReport, list[_source.Edit]]:
-        auditor, traced = walked(has_fixes)
-        report = _make_report.make_report(auditor, traced, None, function=fn, chip=None)
+        auditor = walked(has_fixes)
+        report = _make_report.make_report(auditor, None, function=fn, chip=None)
         return report, auditor.findings.edits
 
     # JAX may start its backends at any step of an audit.
     with compiling_for(chip):
         for arg in (*args, *kwargs.values()):
             check_plain_loop(arg)
-        auditor, traced = walked()
+        auditor = walked()
         compiled = None
         if chip is not None and not chip.uncompiled:
-            compiled = compile_for(chip, traced, compiler)
-        report = _make_report.make_report(auditor, traced, compiled, function=fn, chip=chip)
+            compiled = compile_for(chip, auditor.traced, compiler)
+        report = _make_report.make_report(auditor, compiled, function=fn, chip=chip)
         if try_fixes:
             constructs = {*_programs.LOOPS, *_programs.BRANCHES}
-            has_carries = not constructs.isdisjoint(_programs.primitives(traced.jaxpr))
+            has_carries = not constructs.isdisjoint(_programs.primitives(auditor.traced.jaxpr))
             edits = auditor.findings.edits
             report = _make_report.with_trials(report, edits, again, has_carries)
     fix_of = lambda f: _source.without_repetition([_source.with_names_of(f.file, f.fix)])

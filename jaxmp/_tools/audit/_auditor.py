@@ -13,7 +13,7 @@ from jaxmp import _core, _programs
 from jaxmp._core._compat import ClosedJaxpr
 from jaxmp._policies import _load, _op_table, _resolve
 from jaxmp._programs import Scope
-from jaxmp._tools.audit import _checks, _dataflow
+from jaxmp._tools.audit import _checks, _dataflow, _trace
 from jaxmp._tools.audit._labels import ConditionalFinding, Flow, Logits, WasFp8
 from jaxmp._tools.audit._rows import NOT_COUNTED, NOT_INSPECTED
 from jaxmp.fp8 import _scaling
@@ -137,12 +137,13 @@ class Auditor:
 
     def __init__(self, context: PolicyContext) -> None:
         self.context, self.locations = context, _programs.Locations()
-        self.findings = _checks.PendingFindings(self._is_after_gradient)
-        # For checks: reports an operation.
-        self.add = self.findings.add
+        self.findings = _checks.PendingFindings(self)
         self.flow = Flow(context.ops)
         self._uses: dict[Any, _programs.Use] = {}
-        # The jaxpr that is being walked, in which checks look up constants.
+        # The program, its jaxpr, and the jaxpr that is being walked, in which checks look up
+        # constants.
+        self.traced: _trace.Traced
+        self.program: Scope
         self.known: Scope
         self.equations = 0
         self.has_backward = False
@@ -158,9 +159,12 @@ class Auditor:
         self.collected: defaultdict[type | _checks.Check, list[Any]] = defaultdict(list)
         # (scopes, line) of a matmul -> the fix of the promotion that makes it wide.
         self.promotion_fixes: dict[tuple[_programs.Path, tuple[str, int]], str] = {}
+        # The ids of equations that a compiler removes, such as those of a forward pass in the
+        # `init` of a model.
+        self._unused: set[int] = set()
         # Bytes that the matmuls read and write, apart from those without floats.
         self.matmul_bytes = 0
-        # Calls of the matmuls before a backward pass -> False for those of outer products alone.
+        # Calls of the matmuls before a backward pass -> True if some are outer products.
         self.matmul_calls: dict[tuple[CodeType, int] | None, bool] = {}
         # (results, FLOPs) of matmuls outside of modules and derivatives that read values which were
         # computed from gradients, by line.
@@ -171,7 +175,29 @@ class Auditor:
         """The scope of the root module, after the walk."""
         return _programs.root_of(self.locations.names)
 
+    def module_of(self, names: _programs.Path) -> str:
+        """Returns the module path of scopes, after the walk."""
+        return _programs.module_of(names, self.root)
+
     # -- for checks -------------------------------------------------------------------------
+
+    @property
+    def results(self) -> list[_programs.Atom]:
+        """The results of the program."""
+        return self.program.jaxpr.outvars
+
+    def maker_of(self, result: _programs.Atom) -> _checks.OpOccurrence | None:
+        """Returns the operation that computes a result, inside of the calls that return it."""
+        scope, var, op = self.program, result, None
+        while var is not None and (maker := scope.body.maker(var)) is not None:
+            location = self.locations.of(maker, _programs.Location() if op is None else op.location)
+            op = _checks.OpOccurrence(maker, location, 1, scope.body, self.findings, op)
+            below, var = var, None
+            for inner in _programs.inners(maker)[-1:]:
+                pairs = zip(inner.results, inner.jaxpr.outvars, strict=True)
+                var = next((v for result, v in pairs if result is below), None)
+                scope = scope.inside(maker)[-1]
+        return op
 
     def use_of(self, var: _programs.Atom) -> _programs.Use:
         """Returns what a value is used for in the whole program."""
@@ -188,7 +214,8 @@ class Auditor:
         for label in sorted(self.flow.labels(cls, *variables), key=lambda label: label.number):
             label.report(harm)
 
-    def _is_after_gradient(self, op: _checks.OpOccurrence) -> bool:
+    def is_after_gradient(self, op: _checks.OpOccurrence) -> bool:
+        """Returns True outside of modules and derivatives for a value computed from gradients."""
         return op.location.is_outside and _dataflow.GRADIENT in self.flow.of_all(op.operands)
 
     # -- the walk ---------------------------------------------------------------------------
@@ -202,7 +229,7 @@ class Auditor:
           outer: the operation that contains it.
         """
         if outer is None:
-            self._uses = _programs.uses(scope.jaxpr)
+            self.program, self._uses = scope, _programs.uses(scope.jaxpr)
         for var in scope.jaxpr.constvars:
             if _checks.dtype_of(var) in _checks.FLOATS and var.aval.size == 1:
                 value = scope.value(var)
@@ -210,6 +237,9 @@ class Auditor:
                 self.flow.mark(var, _dataflow.Scalar(number, value is None))
         self.known, body = scope, scope.body
         above = _programs.Location() if outer is None else outer.location
+        used = _programs.without_unused(scope.jaxpr)
+        self._unused |= {*map(id, _programs.equations(scope.jaxpr, inside=False))}
+        self._unused -= {*map(id, _programs.equations(used, inside=False))}
         for equation in _programs.equations(scope.jaxpr, inside=False):
             location = self.locations.of(equation, above)
             self._visit(_checks.OpOccurrence(equation, location, times, body, self.findings, outer))
@@ -236,15 +266,15 @@ class Auditor:
 
     def _labels_of_checks(self, op: _checks.OpOccurrence) -> Iterator[Any]:
         """Runs the checks of an operation, and yields the labels that they return."""
-        for function in _checks.ON_OPERATION.get(op.name, ()):
-            yield function(op, self)
+        for function in _checks.ON.get((op.name, op.location.phase), ()):
+            yield function(op)
         # The operations that the op table requires in FP32.
         is_sensitive = self.context.ops.category(op.name) == "fp32"
         dtype = _checks.half_of(op.operands) if is_sensitive else None
         # Derivatives leave equations whose results nothing reads. Compilers remove them.
         if dtype is not None and any(var in op.body.consumers for var in op.equation.outvars):
-            for function in _checks.ON_16_BITS:
-                yield function(op, dtype, self)
+            for function in _checks.ON[_checks.HALF]:
+                yield function(op, dtype)
 
     def _enter(self, op: _checks.OpOccurrence) -> None:
         equation, form = op.equation, _programs.form_of(op.equation)
@@ -291,22 +321,26 @@ class Auditor:
             self.notes[f"{text} has no floating-point operations"] = None
             return
         flops = self._count(op, matmul)
-        if self._is_after_gradient(op):
+        if self.is_after_gradient(op):
             row = op.equation.outvars, flops
             self.after_gradient[op.where].append(row)
         self._record_fp8(op, matmul)
         is_float = matmul.lhs in _checks.FLOATS | {matmul.rhs}
         call = _programs.call_site(op.equation)
-        # The gradients of an outer product multiply matrices by vectors.
-        contracts = matmul.contracts and (not op.is_backward or self.matmul_calls.get(call, True))
-        if contracts and is_float and not _programs.is_inner_product(op.equation):
+        # The gradients of an outer product multiply matrices by vectors, which have no widths.
+        is_gradient = op.is_backward and not matmul.widths and self.matmul_calls.get(call, False)
+        contracts = matmul.contracts and not is_gradient
+        # A gradient alone does not need all matmuls of its forward pass, which show their fix.
+        is_run = op.location.differentiated or id(op.equation) not in self._unused
+        is_checked = is_run and contracts and is_float
+        if is_checked and not _programs.is_inner_product(op.equation):
             self.matmul_bytes += _checks.bytes_of_matmul(op)
-            for function in _checks.ON_MATMUL:
-                function(op, matmul, flops, self)
+            for function in _checks.ON[_checks.MATMUL]:
+                function(op, matmul, flops)
         if op.is_forward and _core.FLOAT16 in dtypes:
             self.flow.has_float16 = True
         if not op.is_backward:
-            self.matmul_calls[call] = matmul.contracts or self.matmul_calls.get(call, False)
+            self.matmul_calls[call] = not matmul.contracts or self.matmul_calls.get(call, False)
         elif _core.FLOAT16 in dtypes and self.float16_backward is None:
             self.float16_backward = op
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import numpy as np
@@ -11,7 +12,7 @@ from jaxmp._attention import ASKED, AttentionExplanation, _declared, choice_of, 
 from jaxmp._attention._declared import Declaration
 from jaxmp._attention._layer import layer_attention
 from jaxmp._core import _compat
-from jaxmp._tools.audit import _auditor, _checks, _labels, _trace
+from jaxmp._tools.audit import _auditor, _checks, _labels
 from jaxmp._tools.audit._checks import Check, OpOccurrence
 from jaxmp._tools.report import _section
 
@@ -36,17 +37,16 @@ _ON_GPU = "audit(..., target='h200') reports the choice for a GPU."
 
 
 @UNFUSED_ATTENTION.on_operation("reduce_sum")
-def collect_sums(op: OpOccurrence, audit: _auditor.Auditor) -> None:
+def collect_sums(op: OpOccurrence) -> None:
     """Collects the logits whose exponentials are summed; a softplus does not sum them."""
-    if op.is_forward:
-        labels = audit.flow.labels(_labels.Logits, op.operands[0])
-        audit.collected[_labels.Logits] += [label for label in labels if label.normalized]
+    labels = op.labels(_labels.Logits, op.operands[0])
+    op.audit.collected[_labels.Logits] += [label for label in labels if label.normalized]
 
 
 @UNFUSED_ATTENTION.on_operation("dot_general")
-def check_matmuls(op: OpOccurrence, audit: _auditor.Auditor) -> None:
+def check_matmuls(op: OpOccurrence) -> None:
     """Reports attention that is written as two matmuls around a softmax."""
-    logits = _attention_logits(op, audit)
+    logits = _attention_logits(op)
     if logits is None or any(map(_checks.is_attention, op.enclosing)):
         return
     aval = logits.equation.outvars[0].aval
@@ -54,13 +54,13 @@ def check_matmuls(op: OpOccurrence, audit: _auditor.Auditor) -> None:
     message = f"{_why_unfused(logits)}; its logits have the shape {list(aval.shape)} and take"
     message += f" {_section.bytes_text(size)} of memory."
     flops = 2 * _programs.matmul_of(op.equation).flops * op.times
-    audit.add(UNFUSED_ATTENTION, logits, message, flops=flops)
+    logits.add(UNFUSED_ATTENTION, message, flops=flops)
 
 
 @UNFUSED_ATTENTION.on_operation("jit")
-def check_calls(op: OpOccurrence, audit: _auditor.Auditor) -> None:
+def check_calls(op: OpOccurrence) -> None:
     """Reports calls of jaxmp's attention that do not run a fused kernel."""
-    if not _checks.is_attention(op.equation) or not op.is_forward:
+    if not _checks.is_attention(op.equation):
         return
     name = _programs.name_of(op.equation)
     implementation, argument = implementation_of(name)
@@ -71,20 +71,20 @@ def check_calls(op: OpOccurrence, audit: _auditor.Auditor) -> None:
     flops = sum(
         _programs.count_flops(inner.jaxpr).total() for inner in _programs.inners(op.equation)
     )
-    audit.add(UNFUSED_ATTENTION, op, message, fix, flops=flops * op.times)
+    op.add(UNFUSED_ATTENTION, message, fix, flops=flops * op.times)
 
 
-def _attention_logits(op: OpOccurrence, audit: _auditor.Auditor) -> OpOccurrence | None:
+def _attention_logits(op: OpOccurrence) -> OpOccurrence | None:
     """Returns the matmul q k^T if `op` multiplies the softmax of its result by the values."""
     values = _programs.dot_of(op.equation)
-    for index, var in enumerate(op.operands[:2] if op.is_forward else ()):
-        labels = audit.flow.labels(_labels.Logits, var)
+    for index, var in enumerate(op.operands[:2]):
+        labels = op.labels(_labels.Logits, var)
         for logits in (label.op for label in labels if label.normalized):
             shape = logits.result.aval.shape
             batches = len(_programs.dot_of(logits.equation).batch[0])
             is_one_axis = len(values.contracted[index]) == 1 and batches == len(values.batch[0])
             size, heads = math.prod(shape), math.prod(shape[:batches])
-            summed = audit.collected[_labels.Logits]
+            summed = op.audit.collected[_labels.Logits]
             is_softmax = any(logits.equation is each.op.equation for each in summed)
             is_softmax &= size > _BLOCK * heads and (batches > 0 or not _is_layer(logits))
             if is_softmax and is_one_axis and size == math.prod(var.aval.shape):
@@ -151,28 +151,25 @@ DENSE_MASK = Check(
 
 
 @DENSE_MASK.on_operation("jit")
-def collect_mask(op: OpOccurrence, audit: _auditor.Auditor) -> None:
+def collect_mask(op: OpOccurrence) -> None:
     """Collects declarations, and the mask of a call of attention in the forward pass."""
     declared = _declared.declaration_of(_programs.name_of(op.equation))
-    if declared is not None:
-        audit.collected[Declaration].append(declared)
-    if not _checks.is_attention(op.equation) or not op.is_forward:
-        return
     mask = _mask_operand(op.equation)
-    if mask is not None and mask.aval.shape[-2] > 1:
+    if mask is not None and declared is not None:
+        op.audit.collected[Declaration].append((op, mask, declared))
+    if mask is not None and _checks.is_attention(op.equation) and mask.aval.shape[-2] > 1:
         # The elements are None if the mask depends on the program's inputs.
-        audit.collected[DENSE_MASK].append((op, audit.known.value(mask)))
+        op.audit.collected[DENSE_MASK].append((op, op.audit.known.value(mask)))
 
 
-@DENSE_MASK.on_program
-def check_masks(audit: _auditor.Auditor, traced: _trace.Traced) -> None:
+@DENSE_MASK.on(_checks.PROGRAM)
+def check_masks(audit: _auditor.Auditor) -> None:
     """Compares masks with their declarations, and reports masks that could be declared.
 
     Raises:
       AttentionError: if a mask contradicts its declaration.
     """
-    program = _programs.Scope(traced.closed, traced.arrays)
-    declared = _declared_masks(program) if audit.collected[Declaration] else []
+    declared = _declared_masks(audit)
     unknown = dict.fromkeys(mask.path or "the model" for mask, is_known in declared if not is_known)
     if unknown:
         names = _paths_text(list(unknown))
@@ -190,9 +187,9 @@ def check_masks(audit: _auditor.Auditor, traced: _trace.Traced) -> None:
         window = " with a window of {} and {}".format(*actual.window) if actual.window else ""
         message = f"attention reads its mask as an array, and the mask is {actual.mask}{window}"
         message += " for every input."
-        path = _programs.module_of(op.location.names, audit.root) if len(structures) > 1 else None
+        path = audit.module_of(op.location.names) if len(structures) > 1 else None
         fix = _fix_declaration(actual, path) if in_layer(op) else _fix_argument(actual)
-        audit.add(DENSE_MASK, op, message, fix)
+        op.add(DENSE_MASK, message, fix)
 
 
 def _mask_operand(equation: _programs.Equation) -> _programs.Atom | None:
@@ -202,7 +199,7 @@ def _mask_operand(equation: _programs.Equation) -> _programs.Atom | None:
     return next((var for var in operands if is_mask(var.aval)), None)
 
 
-def _declared_masks(program: _programs.Scope) -> list[tuple[Declaration, bool]]:
+def _declared_masks(audit: _auditor.Auditor) -> list[tuple[Declaration, bool]]:
     """Compares the declared masks in the forward pass of a program with their arrays.
 
     Returns:
@@ -211,26 +208,23 @@ def _declared_masks(program: _programs.Scope) -> list[tuple[Declaration, bool]]:
     Raises:
       AttentionError: if a mask contradicts its declaration.
     """
-    locations, masks = _programs.Locations(), {}
-
-    def visit(scope: _programs.Scope, outer: _programs.Location) -> None:
-        for equation in _programs.equations(scope.jaxpr, inside=False):
-            location = locations.of(equation, outer)
-            declared = _declared.declaration_of(_programs.name_of(equation))
-            mask = None if declared is None else _mask_operand(equation)
-            if mask is not None and location.phase == _programs.FORWARD:
-                masks[location.names] = declared, scope.value(mask)
-            for inside in scope.inside(equation):
-                visit(inside, location)
-
-    visit(program, _programs.Location())
-    rows, root = [], _programs.root_of(locations.names)
-    for names, (declared, mask) in masks.items():
-        declaration = Declaration(declared.mask, declared.window, _programs.module_of(names, root))
-        if mask is not None:
-            _declared.check_known(mask, declaration)
-        rows.append((declaration, mask is not None))
+    program = _programs.Scope(audit.traced.closed, audit.traced.arrays)
+    layers, rows = {each[0].location.names: each for each in audit.collected[Declaration]}, []
+    for names, (op, mask, declared) in layers.items():
+        declaration = dataclasses.replace(declared, path=audit.module_of(names))
+        elements = _scope_of(op, program).value(mask)
+        if elements is not None:
+            _declared.check_known(elements, declaration)
+        rows.append((declaration, elements is not None))
     return rows
+
+
+def _scope_of(op: OpOccurrence, program: _programs.Scope) -> _programs.Scope:
+    """Returns the scope of the jaxpr that contains an operation."""
+    if op.outer is None:
+        return program
+    scopes = _scope_of(op.outer, program).inside(op.outer.equation)
+    return next(scope for scope in scopes if scope.jaxpr is op.body.jaxpr)
 
 
 # ---------------------------------------------------------------------------

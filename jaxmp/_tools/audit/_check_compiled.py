@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 from jaxmp import _core, _programs
 from jaxmp._core import is_fp8
 from jaxmp._policies import _rules
-from jaxmp._tools.audit import _check_matmuls, _checks, _fp8_forms, _trace
+from jaxmp._tools.audit import _check_matmuls, _checks, _fp8_forms
 from jaxmp._tools.audit._auditor import Auditor
 from jaxmp._tools.audit._checks import Check, OpOccurrence
-from jaxmp._tools.audit._compile import Compiled
 from jaxmp._tools.audit._dataflow import From
 from jaxmp._tools.audit._rows import CollectiveRow, Compilation, Finding, GemmRow
 from jaxmp.fp8 import _explain
@@ -41,31 +39,15 @@ _WIDE_CONVOLUTION = (
 )
 
 
-@dataclasses.dataclass(frozen=True)
-class CompiledProgram:
-    """A compiled program and what the trace contains.
-
-    Args:
-      rows: matmuls, collectives and memory of the compiled program.
-      traced: findings of the traced program, which are not repeated.
-      fp8: (module, pass, file, line) of matmuls that were traced with FP8 operands -> the dtype.
-        XLA may remove a cast to FP8 and back, so that the compiled program does not contain it.
-      compiled: the program, its chip, and the shardings of its arguments.
-      nnx_count: the number of arguments, the first ones, that are objects of NNX.
-    """
-
-    rows: Compilation
-    traced: tuple[Finding, ...]
-    fp8: Mapping[tuple[str, str, str, int], str]
-    compiled: Compiled
-    nnx_count: int = 0
-
-
-@FP32_GEMM.on_compiled
-def check_gemms(program: CompiledProgram, audit: Auditor) -> Iterator[Finding]:
+@FP32_GEMM.on(_checks.COMPILED)
+def check_gemms(program: Compilation, audit: Auditor) -> Iterator[Finding]:
     """Reports matmuls in FP32 or TF32."""
-    reported = {f.module for f in program.traced if f.check == _check_matmuls.FP32_MATMUL.id}
-    for row in program.rows.gemms:
+    reported = {
+        audit.module_of(f.op.location.names)
+        for f in audit.findings
+        if f.check is _check_matmuls.FP32_MATMUL
+    }
+    for row in program.gemms:
         is_wide = row.lhs in _WIDE or row.rhs in _WIDE
         if is_wide and row.module not in reported and requires_16_bits(audit, row.module):
             if row.kernel == "cudnn" and row.out == "float32":
@@ -75,13 +57,13 @@ def check_gemms(program: CompiledProgram, audit: Auditor) -> Iterator[Finding]:
             yield finding(FP32_GEMM, row, message)
 
 
-@UNDONATED_STATE.on_compiled
-def check_donation(program: CompiledProgram, _: Auditor) -> Iterator[Finding]:
+@UNDONATED_STATE.on(_checks.COMPILED)
+def check_donation(program: Compilation, audit: Auditor) -> Iterator[Finding]:
     """Reports a program without donated arguments."""
-    if not program.rows.memory.aliased:
+    if not program.memory.aliased:
         message = "no argument is donated: the old and the new state are in memory together."
-        numbers = ", ".join(map(str, range(program.nnx_count)))
-        numbers += "," * (program.nnx_count == 1)
+        count = len(audit.traced.nnx_objects)
+        numbers = ", ".join(map(str, range(count))) + "," * (count == 1)
         # Without `nnx.jit`, the new state does not reach the objects.
         fix = f"nnx.jit(train_step, donate_argnums=({numbers}))" if numbers else ""
         yield UNDONATED_STATE.finding(message, fix)
@@ -121,50 +103,46 @@ FP8_FALLBACK = Check(
 )
 
 
-@NOT_FP8.on_matmul
-def check_layers(op: OpOccurrence, matmul: _programs.Matmul, flops: int, audit: Auditor) -> None:
+@NOT_FP8.on(_checks.MATMUL)
+def check_layers(op: OpOccurrence, matmul: _programs.Matmul, flops: int) -> None:
     """Reports a linear layer in 16 bits for which the policies require FP8."""
-    if not op.is_forward or not audit.context.requires_fp8(op.location):
+    if not op.is_forward or not op.audit.context.requires_fp8(op.location):
         return
     if is_fp8(matmul.lhs) and is_fp8(matmul.rhs):
-        _note_tokens(op, audit)
+        _note_tokens(op)
     if not (_core.is_16bit(matmul.lhs) and _core.is_16bit(matmul.rhs)):
         return
-    form, why = _fp8_forms.excluded_form(op.equation)
-    if form:
-        # The batched matmuls of attention have no kernel.
-        if form != _fp8_forms.FORMS["dot_general"][0] or audit.flow.labels(From, *op.operands[:2]):
-            message = f"{form} of {matmul.lhs.name}, but the policies require FP8: {why}."
-            audit.add(NOT_FP8, op, message, _exclude(op, audit), flops=flops)
-        return
-    if op.name != "dot_general":
-        return
-    sizes, context = _note_tokens(op, audit), audit.context
-    explained = all(sizes) and _explain.explain_exclusion(*sizes, context.scaling, context.target)
-    message = f"{op.name} of {matmul.lhs.name}, but the policies require FP8: "
-    reason = explained or "the matmul is not that of a Flax layer, or the layer sets its own"
-    fix = _exclude(op, audit)
-    if "narrow" in reason or "min_width" in reason:
-        toml = "    [fp8]\n    min_width = 0"
-        fix = f"Use FP8 for narrow layers, too, in the recipe file:\n{toml}\n{fix}"
-    audit.add(NOT_FP8, op, f"{message}{reason}.", fix, flops=flops)
+    form, reason = _fp8_forms.excluded_form(op.equation)
+    fix, context = _exclude(op), op.audit.context
+    if form == _fp8_forms.FORMS["dot_general"][0] and not op.labels(From, *op.operands[:2]):
+        return  # The batched matmuls of attention have no kernel.
+    if not form and op.name == "dot_general":
+        sizes, scaling = _note_tokens(op), context.scaling
+        explained = all(sizes) and _explain.explain_exclusion(*sizes, scaling, context.target)
+        reason = explained or "the matmul is not that of a Flax layer, or the layer sets its own"
+        if "narrow" in reason or "min_width" in reason:
+            toml = "    [fp8]\n    min_width = 0"
+            fix = f"Use FP8 for narrow layers, too, in the recipe file:\n{toml}\n{fix}"
+    if reason:
+        message = f"{form or op.name} of {matmul.lhs.name}, but the policies require FP8: {reason}."
+        op.add(NOT_FP8, message, fix, flops=flops)
 
 
-def _note_tokens(op: OpOccurrence, audit: Auditor) -> tuple[int, int]:
+def _note_tokens(op: OpOccurrence) -> tuple[int, int]:
     """Returns the input and output features of a dot, and notes a decision for other tokens."""
     _, contracted = _programs.dot_of(op.equation).contracted
     rows, shape = (math.prod(var.aval.shape) for var in op.operands[:2])
     k = math.prod(op.operands[1].aval.shape[axis] for axis in contracted)
     n, tokens = shape // max(k, 1), rows // max(k, 1)
-    scaling, target = audit.context.scaling, audit.context.target
+    scaling, target = op.audit.context.scaling, op.audit.context.target
     if not scaling.emulate and _explain.decides_otherwise(k, n, scaling, tokens, target):
-        audit.notes[_explain.other_tokens("/".join(op.location.names), tokens, 1)] = None
+        op.audit.notes[_explain.other_tokens("/".join(op.location.names), tokens, 1)] = None
     return k, n
 
 
-def _exclude(op: OpOccurrence, audit: Auditor) -> str:
-    path = audit.context.rule_path(op.location.names)
-    code = audit.context.with_rule(f"jaxmp.Rule({path!r}, 'matmul=default')")
+def _exclude(op: OpOccurrence) -> str:
+    path = op.rule_path
+    code = op.audit.context.with_rule(f"jaxmp.Rule({path!r}, 'matmul=default')")
     return f"Exclude the module by a rule:\n    {code}"
 
 
@@ -175,20 +153,23 @@ _ONE_SCALE = (
 )
 
 
-@NOT_FP8.on_operation("jit")
-def note_scales(op: OpOccurrence, audit: Auditor) -> None:
+@NOT_FP8.on_operation("jit", passes=_checks.ALL_PASSES)
+def note_scales(op: OpOccurrence) -> None:
     """Notes once in a program that tensors are quantized with one scale."""
     is_quantization = _programs.name_of(op.equation).startswith(_programs.QUANTIZE)
     if is_quantization and any(var.aval.shape == () for var in op.equation.outvars):
-        audit.notes[_ONE_SCALE] = None
+        op.audit.notes[_ONE_SCALE] = None
 
 
-@FP8_FALLBACK.on_compiled
-def check_fallback(program: CompiledProgram, _: Auditor) -> Iterator[Finding]:
+@FP8_FALLBACK.on(_checks.COMPILED)
+def check_fallback(program: Compilation, audit: Auditor) -> Iterator[Finding]:
     """Reports matmuls of FP8 values in a wider dtype."""
-    for row in program.rows.gemms:
+    # XLA may remove a cast to FP8 and back, so that the compiled program does not contain it.
+    rows = audit.fp8.items()
+    traced = {(audit.module_of(names), phase, *line): name for (names, phase, line), name in rows}
+    for row in program.gemms:
         line = row.module, row.phase, row.file, row.line
-        dtype = row.was_fp8 or program.fp8.get(line, "")
+        dtype = row.was_fp8 or traced.get(line, "")
         is_fp8 = row.lhs.startswith("float8") and row.rhs.startswith("float8")
         if dtype and not is_fp8:
             message = f"operands are rounded to {dtype} and multiplied in {row.lhs} x {row.rhs}."
@@ -202,8 +183,8 @@ UNUSED_RULE = Check(
 )
 
 
-@UNUSED_RULE.on_program
-def check_rules(audit: Auditor, _: _trace.Traced) -> Iterator[Finding]:
+@UNUSED_RULE.on(_checks.PROGRAM)
+def check_rules(audit: Auditor) -> Iterator[Finding]:
     """Reports required rules without a module."""
     policies = audit.context.policies
     if policies is None:
@@ -212,7 +193,7 @@ def check_rules(audit: Auditor, _: _trace.Traced) -> Iterator[Finding]:
     decisive: set[_rules.Rule | None] = set()
     for names in audit.locations.names:
         if _programs.FULL_PRECISION not in names:
-            modules[_programs.module_of(names, audit.root)] = None
+            modules[audit.module_of(names)] = None
             decisive.add(audit.context.resolve(names).rule)
     # A program contains no module types and parameters.
     for rule in dict.fromkeys(policies.rules):

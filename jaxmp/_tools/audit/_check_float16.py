@@ -11,7 +11,7 @@ import jax.tree_util as jtu
 import numpy as np
 
 from jaxmp import _core, _programs
-from jaxmp._tools.audit import _auditor, _check_ops, _checks, _origins, _rows, _trace
+from jaxmp._tools.audit import _auditor, _check_ops, _checks, _origins, _rows
 from jaxmp._tools.audit._dataflow import GRADIENT, From, is_argument, powers_of
 from jaxmp._tools.audit._labels import ConditionalFinding, Logits
 from jaxmp._tools.fixes._rewrite import scaled, with_finite_numbers
@@ -62,33 +62,31 @@ class OtherFormat(ConditionalFinding):
 # ---------------------------------------------------------------------------
 
 
-@FLOAT16_RANGE.on_operation("add", "add_any", "max")
-def label_epsilon(op: _checks.OpOccurrence, audit: _auditor.Auditor) -> LostEpsilon | None:
+@FLOAT16_RANGE.on_operation("add", "add_any", "max", passes=_checks.NOT_BACKWARD)
+def label_epsilon(op: _checks.OpOccurrence) -> LostEpsilon | None:
     """Labels the sum with, or the maximum of, a value and a constant 0."""
-    is_zero = any(_constant(var, op, audit) == 0 for var in _float16_operands(op))
+    is_zero = any(_constant(var, op) == 0 for var in _float16_operands(op))
     message = f"the constant of this {op.name} is 0 in float16, whose least number is 6e-8"
     fix = "Add the constant in FP32:\n    x = x.astype(jnp.float32)"
     return LostEpsilon(op, message, fix) if is_zero else None
 
 
-@FLOAT16_RANGE.on_operation("div", "log", "rsqrt", "sqrt", "pow")
-def report_epsilon(op: _checks.OpOccurrence, audit: _auditor.Auditor) -> None:
+@FLOAT16_RANGE.on_operation("div", "log", "rsqrt", "sqrt", "pow", passes=_checks.NOT_BACKWARD)
+def report_epsilon(op: _checks.OpOccurrence) -> None:
     """Reports an epsilon of 0 where 0 has no finite result."""
-    if not op.is_backward:
-        divisor = op.operands[-1:] if op.name == "div" else op.operands[:1]
-        lost = audit.flow.labels(LostEpsilon, *divisor)
-        for label in lost:
-            label.fix = _origins.fix_operation(op, "float16", _origins.SUMS) or label.fix
-        if lost:
-            harm = f", and the {op.name} at {op.where} is not finite for 0"
-            audit.report(LostEpsilon, divisor, harm)
+    divisor = op.operands[-1:] if op.name == "div" else op.operands[:1]
+    for label in op.labels(LostEpsilon, *divisor):
+        label.fix = _origins.fix_operation(op, "float16", _origins.SUMS) or label.fix
+    op.audit.report(LostEpsilon, divisor, f", and the {op.name} at {op.where} is not finite for 0")
 
 
-@FLOAT16_RANGE.on_operation("convert_element_type", "add", "sub", "mul")
-def check_constant(op: _checks.OpOccurrence, audit: _auditor.Auditor) -> None:
+@FLOAT16_RANGE.on_operation(
+    "convert_element_type", "add", "sub", "mul", passes=_checks.NOT_BACKWARD
+)
+def check_constant(op: _checks.OpOccurrence) -> None:
     """Reports a finite constant that is infinite in float16."""
     is_cast = op.name == "convert_element_type"
-    for value in (_constant(var, op, audit) for var in _float16_operands(op)):
+    for value in (_constant(var, op) for var in _float16_operands(op)):
         # A cast reads the constant as it was written; an infinite one is intended.
         if value is not None and abs(value) > _LARGEST and not (is_cast and math.isinf(value)):
             limit = "min" if value < 0 else "max"
@@ -96,22 +94,22 @@ def check_constant(op: _checks.OpOccurrence, audit: _auditor.Auditor) -> None:
             fix = f"Use jnp.finfo(logits.dtype).{limit} in place of the constant {value:g}."
             code = with_finite_numbers(op.expression, "float16")
             fix = f"Use the largest finite number of the dtype:\n    {code}" if code else fix
-            audit.add(FLOAT16_RANGE, op, f"{message} everywhere become NaN.", fix)
+            op.add(FLOAT16_RANGE, f"{message} everywhere become NaN.", fix)
 
 
 def _float16_operands(op: _checks.OpOccurrence) -> list[_programs.Atom]:
-    """Returns the operands of an operation with a float16 result; none in a backward pass."""
-    return op.operands if op.dtype == _core.FLOAT16 and not op.is_backward else []
+    """Returns the operands of an operation with a float16 result."""
+    return op.operands if op.dtype == _core.FLOAT16 else []
 
 
-@FLOAT16_RANGE.on_operation("convert_element_type")
-def check_formats(op: _checks.OpOccurrence, audit: _auditor.Auditor) -> OtherFormat | None:
+@FLOAT16_RANGE.on_operation("convert_element_type", passes=_checks.NOT_BACKWARD)
+def check_formats(op: _checks.OpOccurrence) -> OtherFormat | None:
     """Reports values that are cast from one 16-bit format to the other and back."""
     (operand,), dtype = op.operands, op.dtype
     source = _checks.half_of([op.body.source_of(operand, _core.named("convert_element_type"))])
-    if source is None or not _core.is_16bit(dtype) or op.is_backward:
+    if source is None or not _core.is_16bit(dtype):
         return None
-    audit.report(OtherFormat, [operand], f", and back at {op.where}")
+    op.audit.report(OtherFormat, [operand], f", and back at {op.where}")
     if source == dtype:
         return None
     loss = "beyond 65504 it is inf" if dtype == _core.FLOAT16 else "it loses 3 bits of precision"
@@ -119,8 +117,8 @@ def check_formats(op: _checks.OpOccurrence, audit: _auditor.Auditor) -> OtherFor
     return OtherFormat(op, f"a {source.name} value is cast to {dtype.name}, where {loss}", fix)
 
 
-@FLOAT16_RANGE.on_operation("convert_element_type")
-def check_integer_sums(op: _checks.OpOccurrence, audit: _auditor.Auditor) -> None:
+@FLOAT16_RANGE.on_operation("convert_element_type", passes=_checks.ALL_PASSES)
+def check_integer_sums(op: _checks.OpOccurrence) -> None:
     """Reports sums of an integer matmul that are cast to float16 before they are scaled."""
     maker = op.body.maker_through(op.operands[0], _checks.LAYOUT)
     if op.dtype != _core.FLOAT16 or maker is None or maker.primitive.name not in _programs.MATMULS:
@@ -137,15 +135,14 @@ def check_integer_sums(op: _checks.OpOccurrence, audit: _auditor.Auditor) -> Non
             " or keep a layer that quantizes its operands itself in FP32, by a rule."
         )
         if largest > _LARGEST:
-            audit.add(FLOAT16_RANGE, op, message, fix)
+            op.add(FLOAT16_RANGE, message, fix)
 
 
-@FLOAT16_RANGE.on_operation("convert_element_type")
-def check_product_of_weights(op: _checks.OpOccurrence, audit: _auditor.Auditor) -> None:
+@FLOAT16_RANGE.on_operation("convert_element_type", passes=[_programs.BACKWARD])
+def check_product_of_weights(op: _checks.OpOccurrence) -> None:
     """Reports the FP32 gradient of a product of weights, which is rounded for two matmuls."""
-    is_rounded = op.is_backward and op.rounded == _core.FLOAT16
-    maker = op.body.maker_through(op.operands[0], _checks.LAYOUT) if is_rounded else None
-    if maker is None or not _is_matmul(maker):
+    maker = op.body.maker_through(op.operands[0], _checks.LAYOUT)
+    if op.rounded != _core.FLOAT16 or maker is None or not _is_matmul(maker):
         return
     is_read = any(map(_is_matmul, _check_ops.reads(op.equation, op.body)))
     dtypes = map(_checks.dtype_of, (*maker.invars[:2], *maker.outvars))
@@ -154,7 +151,7 @@ def check_product_of_weights(op: _checks.OpOccurrence, audit: _auditor.Auditor) 
         fix = "Multiply the FP32 parameters, or the activations by one weight after the other, y ="
         fix += " (x @ a) @ b:\n    with jaxmp.full_precision():"
         fix += "\n        w = (a @ b).astype(jnp.float16)"
-        audit.add(FLOAT16_RANGE, op, f"{message} are inf.", fix, severity=_checks.WARNING)
+        op.add(FLOAT16_RANGE, f"{message} are inf.", fix, severity=_checks.WARNING)
 
 
 def _is_matmul(equation: _programs.Equation) -> bool:
@@ -167,8 +164,8 @@ def _is_matmul(equation: _programs.Equation) -> bool:
 # ---------------------------------------------------------------------------
 
 
-@FLOAT16_RANGE.on_operation("mul", "square", "integer_pow")
-def label_square(op: _checks.OpOccurrence, audit: _auditor.Auditor) -> Square | None:
+@FLOAT16_RANGE.on_operation("mul", "square", "integer_pow", passes=_checks.NOT_BACKWARD)
+def label_square(op: _checks.OpOccurrence) -> Square | None:
     """Labels the square of a float16 value."""
     message = "squares of float16 are inf from 256 on, and 0 below 2e-4"
     if not _float16_operands(op) or not _check_ops.is_square(op.equation):
@@ -177,16 +174,15 @@ def label_square(op: _checks.OpOccurrence, audit: _auditor.Auditor) -> Square | 
     return Square(op, message, fix)
 
 
-@FLOAT16_RANGE.on_operation("reduce_sum")
-def collect_sums(op: _checks.OpOccurrence, audit: _auditor.Auditor) -> None:
+@FLOAT16_RANGE.on_operation("reduce_sum", passes=_checks.NOT_BACKWARD)
+def collect_sums(op: _checks.OpOccurrence) -> None:
     """Collects sums of squares, as for a norm."""
-    squares = audit.flow.labels(Square, *op.operands)
-    if not op.is_backward:
-        audit.collected[FLOAT16_RANGE] += [(square, op) for square in squares]
+    squares = op.labels(Square)
+    op.audit.collected[FLOAT16_RANGE] += [(square, op) for square in squares]
 
 
-@FLOAT16_RANGE.on_program
-def report_sums(audit: _auditor.Auditor, _: _trace.Traced) -> None:
+@FLOAT16_RANGE.on(_checks.PROGRAM)
+def report_sums(audit: _auditor.Auditor) -> None:
     """Reports summed squares, unless they are the statistics of a norm that is reported."""
     norms = {f.op.line for f in audit.findings if f.check is _check_ops.NORM_16BIT}
     for square, op in audit.collected[FLOAT16_RANGE]:
@@ -195,14 +191,14 @@ def report_sums(audit: _auditor.Auditor, _: _trace.Traced) -> None:
 
 
 @FLOAT16_RANGE.on_operation("mul", "div")
-def label_logits(op: _checks.OpOccurrence, audit: _auditor.Auditor) -> UnscaledLogits | None:
+def label_logits(op: _checks.OpOccurrence) -> UnscaledLogits | None:
     """Labels logits of queries and keys that are scaled after their matmul in float16."""
     logits, scalar = op.operands
-    value = _constant(scalar, op, audit) if op.is_forward else None
+    value = _constant(scalar, op)
     if not value or abs(value if op.name == "mul" else 1 / value) > _ATTENTION_SCALE:
         return None
-    for label in audit.flow.of(logits):
-        if isinstance(label, Logits) and not label.normalized and _is_of_activations(label, audit):
+    for label in op.labels(Logits, logits):
+        if not label.normalized and _is_of_activations(label):
             message = "queries and keys are multiplied in float16, and the logits are scaled later"
             sign = "*" if op.name == "mul" else "/"
             fix = f"Scale the queries before the matmul, instead of the logits at {op.where}"
@@ -213,25 +209,23 @@ def label_logits(op: _checks.OpOccurrence, audit: _auditor.Auditor) -> UnscaledL
 
 
 @FLOAT16_RANGE.on_operation("exp", "exp2")
-def report_logits(op: _checks.OpOccurrence, audit: _auditor.Auditor) -> None:
+def report_logits(op: _checks.OpOccurrence) -> None:
     """Reports logits of a softmax that may overflow before they are scaled."""
-    audit.report(UnscaledLogits, op.operands, ": sums beyond 65504 are inf")
+    op.report(UnscaledLogits, ": sums beyond 65504 are inf")
 
 
-def _is_of_activations(logits: Logits, audit: _auditor.Auditor) -> bool:
-    equation = logits.op.equation
-    has_weight = any(is_argument(audit.flow.of(var)) for var in equation.invars[:2])
-    return _checks.dtype_of(equation.outvars[0]) == _core.FLOAT16 and not has_weight
+def _is_of_activations(logits: Logits) -> bool:
+    op = logits.op
+    has_weight = any(is_argument(op.audit.flow.of(var)) for var in op.operands[:2])
+    return op.dtype == _core.FLOAT16 and not has_weight
 
 
-def _constant(
-    var: _programs.Atom, op: _checks.OpOccurrence, audit: _auditor.Auditor
-) -> float | None:
+def _constant(var: _programs.Atom, op: _checks.OpOccurrence) -> float | None:
     """Returns the value of a constant scalar, which may be broadcast."""
     source = op.body.source_of(var, _BROADCASTS)
     if math.prod(getattr(source.aval, "shape", (0,))) != 1:
         return None
-    value = audit.known.value(source)
+    value = op.audit.known.value(source)
     return None if value is None or value.dtype.kind in "bc" else float(value.reshape(()))
 
 
@@ -263,38 +257,38 @@ def _of_gradient(var: _programs.Atom, audit: _auditor.Auditor) -> dict[int, floa
     return powers_of(labels) if GRADIENT in labels else {}
 
 
-@SCALED_GRADIENTS.on_operation("mul", "div")
-def check_division(op: _checks.OpOccurrence, audit: _auditor.Auditor) -> None:
+@SCALED_GRADIENTS.on_operation("mul", "div", passes=_checks.NOT_BACKWARD)
+def check_division(op: _checks.OpOccurrence) -> None:
     """Collects the scalars by which gradients are divided, and divisions of unscaled gradients."""
     divided = -1 if op.name == "mul" else 1
     pairs = [op.operands, op.operands[::-1]][: 2 if op.name == "mul" else 1]
-    for var, other in pairs if not op.is_backward else ():
-        if GRADIENT in audit.flow.of(other) or GRADIENT not in audit.flow.of(var):
+    for var, other in pairs:
+        if GRADIENT in op.audit.flow.of(other) or GRADIENT not in op.audit.flow.of(var):
             continue
-        powers = powers_of(audit.flow.of(other))
+        powers = powers_of(op.audit.flow.of(other))
         for number in (n for n, power in powers.items() if power == divided):
-            audit.collected[SCALED_GRADIENTS].append(number)
-            if _of_gradient(var, audit).get(number, 0) == 0:
+            op.audit.collected[SCALED_GRADIENTS].append(number)
+            if _of_gradient(var, op.audit).get(number, 0) == 0:
                 message = "gradients are divided by the loss scale a second time."
                 fix = f"Remove the second division by the loss scale, at {op.where}."
-                audit.collected[_Event].append(_Event(number, op, message, fix))
+                op.audit.collected[_Event].append(_Event(number, op, message, fix))
 
 
-@SCALED_GRADIENTS.on_operation("lt", "le", "gt", "ge", "min", "max", "clamp", "add", "sub")
-def check_use(op: _checks.OpOccurrence, audit: _auditor.Auditor) -> None:
+@SCALED_GRADIENTS.on_operation(
+    *("lt", "le", "gt", "ge", "min", "max", "clamp", "add", "sub"), passes=_checks.NOT_BACKWARD
+)
+def check_use(op: _checks.OpOccurrence) -> None:
     """Collects limits of scaled gradients or of their norm, and sums with arguments."""
-    if op.is_backward:
-        return
     is_sum = op.name in ("add", "sub")
     message = "gradients are clipped while they are multiplied by the loss scale."
     if is_sum:
         message = "the state is updated with gradients that are multiplied by the loss scale."
     for var in op.operands:
         others = [x for x in op.operands if x is not var]
-        for number, power in _of_gradient(var, audit).items():
-            is_other = all(_is_other(x, number, is_sum, audit) for x in others)
+        for number, power in _of_gradient(var, op.audit).items():
+            is_other = all(_is_other(x, number, is_sum, op.audit) for x in others)
             if (power or 0) > 0 or (power and not is_sum):
-                audit.collected[_Event] += [_Event(number, op, message)] * is_other
+                op.audit.collected[_Event] += [_Event(number, op, message)] * is_other
 
 
 def _is_other(var: _programs.Atom, number: int, is_sum: bool, audit: _auditor.Auditor) -> bool:
@@ -308,21 +302,21 @@ def _is_other(var: _programs.Atom, number: int, is_sum: bool, audit: _auditor.Au
     return 1e-3 < value < math.inf
 
 
-@SCALED_GRADIENTS.on_program
-def check_scales(audit: _auditor.Auditor, traced: _trace.Traced) -> Iterable[_rows.Finding]:
+@SCALED_GRADIENTS.on(_checks.PROGRAM)
+def check_scales(audit: _auditor.Auditor) -> Iterable[_rows.Finding]:
     """Reports the collected events of loss scales, and results that depend on one."""
-    scales = set(powers_of(audit.flow.of_all(var for _, var in traced.dynamic_scales())))
+    scales = set(powers_of(audit.flow.of_all(var for _, var in audit.traced.dynamic_scales())))
     if not scales and audit.float16_backward is not None:
         scales = audit.flow.scaled_by
     scales = scales.union(audit.collected[SCALED_GRADIENTS]) & audit.flow.scaled_by
     events = [event for event in audit.collected[_Event] if event.number in scales]
     for event in events:
-        audit.add(SCALED_GRADIENTS, event.op, event.message, event.fix)
-    for (path, _), var in zip(traced.results, traced.jaxpr.outvars, strict=False):
+        event.op.add(SCALED_GRADIENTS, event.message, event.fix)
+    for (path, _), var in zip(audit.traced.results, audit.results, strict=False):
         powers = _of_gradient(var, audit)
         is_state = bool(audit.flow.labels(From, var))
         is_norm = var.aval.size == 1 and not is_state and any(powers.get(n) for n in scales)
-        maker = traced.maker_of(var, audit.findings) if is_norm and not events else None
+        maker = audit.maker_of(var) if is_norm and not events else None
         # The gradient of a bias with one element is not a norm.
         if maker is not None and not maker.is_backward:
             message = f"result{jtu.keystr(path)} is computed from gradients that are multiplied by"

@@ -22,32 +22,32 @@ ROUNDED_INPUT = _checks.Check(
 
 
 @ROUNDED_INPUT.on_operation(*_checks.PERIODIC, "exp")
-def check_rounding(op: _checks.OpOccurrence, audit: _auditor.Auditor) -> None:
+def check_rounding(op: _checks.OpOccurrence) -> None:
     """Reports a periodic function, such as a complex exponential, of a rounded argument."""
-    arguments = _phases(op) if op.name == "exp" else op.operands[:1]
-    operands = arguments if op.is_forward else ()
-    values = audit.flow.labels(RoundedValue, *operands)
+    operands = _phases(op) if op.name == "exp" else op.operands[:1]
+    labels = op.audit.flow.labels
+    values = labels(RoundedValue, *operands)
     by_policy = [v for v in values if not v.op.is_own_call and not _origins.is_in_flax(v.op)]
-    rules = {value: _check_ops.keep_parameter(value.op, audit) for value in by_policy}
-    inputs = audit.flow.labels(_labels.RoundedInput, *operands)
+    rules = {value: _check_ops.keep_parameter(value.op) for value in by_policy}
+    inputs = labels(_labels.RoundedInput, *operands)
     for label in () if any(rules.values()) else inputs:
         source, dtype = label.input, label.dtype
         example = "257 becomes 256" if dtype == "bfloat16" else "2049 becomes 2048"
         message = f"argument {source.location} is rounded to {dtype} before {op.name}: {example}."
         first, kept = (label.product, "float32") if label.product else (op, dtype)
-        fix = _keep_input(source.name, kept, first, audit)
+        fix = _keep_input(source.name, kept, first)
         fix = fix or _origins.fix_rounding(first)
         fix = fix or _origins.fix_operation(op, dtype)
         rounded = [value.fix for value in values]
         fix = fix if op.location.names or label.product or not rounded else rounded[0]
         # The FP32 sine of coordinates near 1 is off by no more than they are.
         is_wide = label.product is not None and _checks.half_of(operands) is None
-        audit.add(ROUNDED_INPUT, op, message, fix, severity=_rows.WARNING if is_wide else "")
+        op.add(ROUNDED_INPUT, message, fix, severity=_rows.WARNING if is_wide else "")
         return
     for value in values:
         rule = rules.get(value, "")
-        if value in rules and not rule and not value.op.module:
-            rule = _keep_input("", value.op.dtype.name, op, audit)
+        if value in rules and not rule and not value.op.rule_path:
+            rule = _keep_input("", value.op.dtype.name, op)
         value.remedy = rule or value.remedy
         value.report(f", and its {op.name} is computed at {op.where}")
 
@@ -68,18 +68,18 @@ _PHASES = _checks.LAYOUT | _core.named("add sub mul neg complex")
 
 
 @ROUNDED_INPUT.on_operation("dot_general")
-def label_product(op: _checks.OpOccurrence, audit: _auditor.Auditor) -> None:
+def label_product(op: _checks.OpOccurrence) -> None:
     """Labels the angles of rounded coordinates, which are multiplied by frequencies."""
-    exact = _programs.exact_uses(op.equation, audit.use_of(op.result))
-    if _programs.Use.ANGLE not in exact or not op.is_forward:
+    exact = _programs.exact_uses(op.equation, op.use)
+    if _programs.Use.ANGLE not in exact:
         return
-    rounded = audit.flow.labels(_labels.RoundedInput, *op.operands)
-    frequencies = audit.flow.labels(RoundedValue, *op.operands)
-    if rounded or audit.flow.labels(_labels.FloatInput, *op.operands):
+    rounded = op.labels(_labels.RoundedInput)
+    frequencies = op.labels(RoundedValue)
+    if rounded or op.labels(_labels.FloatInput):
         angles = [dataclasses.replace(x, product=op) for x in rounded]
         angles += [dataclasses.replace(x, severity=_rows.WARNING) for x in frequencies]
         for label in angles:
-            audit.flow.mark(op.result, label)
+            op.mark(label)
 
 
 class RoundedValue(_labels.ConditionalFinding):
@@ -100,43 +100,43 @@ _SQUARES = _checks.LAYOUT | _core.named("mul square integer_pow reduce_sum")
 
 
 @ROUNDED_INPUT.on_operation("convert_element_type")
-def label_value(op: _checks.OpOccurrence, audit: _auditor.Auditor) -> RoundedValue | None:
+def label_value(op: _checks.OpOccurrence) -> RoundedValue | None:
     """Labels an FP32 table, which was not 16 bits before, that is rounded."""
     (operand,), dtype = op.operands, op.rounded
-    is_new = op.is_forward and _labels.WAS_16_BITS not in audit.flow.of(operand)
-    if dtype is None or not is_new or operand.aval.size == 1:
+    was_16_bits = _labels.WAS_16_BITS in op.audit.flow.of(operand)
+    if dtype is None or was_16_bits or operand.aval.size == 1:
         return None
     message = f"an FP32 array is rounded to {dtype.name}"
     return RoundedValue(op, message, lambda: _origins.fix_cast(op))
 
 
 @ROUNDED_INPUT.on_operation("sub")
-def label_complement(op: _checks.OpOccurrence, audit: _auditor.Auditor) -> None:
+def label_complement(op: _checks.OpOccurrence) -> None:
     """Labels 1 minus a rounded array, or minus the squares of its elements."""
     minuend, var = op.operands
     if _dataflow.number_of(minuend) == 1:
         makers = _check_ops.made_of(var, op.body, _SQUARES)
         operands = [v for e in makers if e.primitive.name in _SQUARES for v in e.invars]
-        for label in audit.flow.labels(RoundedValue, var, *operands):
-            audit.flow.mark(op.result, _Complement(label))
+        for label in op.labels(RoundedValue, var, *operands):
+            op.mark(_Complement(label))
 
 
 @ROUNDED_INPUT.on_operation("sqrt", "rsqrt", "log", "pow", "acosh")
-def check_complement(op: _checks.OpOccurrence, audit: _auditor.Auditor) -> None:
+def check_complement(op: _checks.OpOccurrence) -> None:
     """Reports a root or logarithm of 1 minus a rounded array, which cancels near 1."""
-    for label in audit.flow.labels(_Complement, *op.operands):
+    for label in op.labels(_Complement):
         harm = f", so that 1 minus it cancels before the {op.name} at {op.where}"
         label.value.report(harm)
 
 
 @ROUNDED_INPUT.on_operation("acos", "asin", "atanh")
-def check_angle(op: _checks.OpOccurrence, audit: _auditor.Auditor) -> None:
+def check_angle(op: _checks.OpOccurrence) -> None:
     """Reports functions that are steep near 1 of a rounded array."""
     harm = f", and the {op.name} at {op.where} magnifies the rounding near 1"
-    audit.report(RoundedValue, op.operands if op.is_forward else (), harm)
+    op.report(RoundedValue, harm)
 
 
-def _keep_input(name: str, dtype: str, op: _checks.OpOccurrence, audit: _auditor.Auditor) -> str:
+def _keep_input(name: str, dtype: str, op: _checks.OpOccurrence) -> str:
     """Returns the rules that keep an argument in FP32 where a module computes its sine.
 
     Args:
@@ -154,10 +154,10 @@ def _keep_input(name: str, dtype: str, op: _checks.OpOccurrence, audit: _auditor
     read = op.expression.argument
     names = [n for n in (read, name) if n in arguments][:1] or arguments
     rules = [f"jaxmp.Rule('', keep_inputs={names})"]
-    path = audit.context.rule_path(op.location.names)
+    path = op.rule_path
     if path:
         rules.append(f"jaxmp.Rule({path!r}, 'c=f32,o={dtype}')")
-    rule = audit.context.with_rule(", ".join(rules))
+    rule = op.audit.context.with_rule(", ".join(rules))
     return f"Keep the argument of the model in FP32, by rules of the recipe:\n    {rule}"
 
 
@@ -224,53 +224,51 @@ class RoundedKeys(_labels.ConditionalFinding):
 
 
 @ROUNDED_INTEGER.on_operation("convert_element_type", "iota", "reduce_sum", "cumsum", "add", "mul")
-def check_integers(op: _checks.OpOccurrence, audit: _auditor.Auditor) -> Integers | None:
+def check_integers(op: _checks.OpOccurrence) -> Integers | None:
     """Labels integers, and reports those that are rounded to 16 bits."""
-    integers = _integers_after(op, audit) if op.is_forward else None
-    dtype = op.dtype
+    integers, dtype = _integers_after(op), op.dtype
     if integers is None or not _core.is_16bit(dtype):
         return integers
-    limit = 2 ** (jnp.finfo(dtype).nmant + 1)
+    limit = _checks.stagnation(dtype)
     if integers.bound <= limit:
         return integers
     up_to = "" if math.isinf(integers.bound) else f" up to {integers.bound:,.0f}"
     text = f"{integers.text}{up_to} are rounded to {dtype.name}"
     sentence = "Compute with FP32 positions and counts, and cast the results"
     fix = _origins.fix_expression(sentence, op)
-    audit.add(ROUNDED_INTEGER, op, f"{text}: {limit + 1:,} becomes {limit:,}.", fix)
+    op.add(ROUNDED_INTEGER, f"{text}: {limit + 1:,} becomes {limit:,}.", fix)
     return None
 
 
 @ROUNDED_INTEGER.on_operation("convert_element_type")
-def label_index(op: _checks.OpOccurrence, audit: _auditor.Auditor) -> RoundedIndex | None:
+def label_index(op: _checks.OpOccurrence) -> RoundedIndex | None:
     """Labels integers that were computed in 16 bits, as `jnp.quantile` does."""
     (operand,) = op.operands
     dtype = _checks.half_of([operand])
-    if dtype is None or not op.is_forward or op.dtype.kind not in "iu":
+    if dtype is None or op.dtype.kind not in "iu":
         return None
-    limit = 2 ** (jnp.finfo(dtype).nmant + 1)
+    limit = _checks.stagnation(dtype)
     message = f"indices are computed in {dtype.name}: {limit + 1:,} becomes {limit:,}"
     fix = _origins.fix_origins(op) if op.is_own_call else ""
-    for label in audit.flow.labels(_labels.RoundedInput, operand):
-        fix = _keep_input(label.input.name, label.dtype, op, audit) or fix
+    for label in op.labels(_labels.RoundedInput, operand):
+        fix = _keep_input(label.input.name, label.dtype, op) or fix
     fix = fix or _origins.fix_expression("Compute the indices in FP32", op)
     return RoundedIndex(op, message, fix or ROUNDED_INTEGER.fix)
 
 
 @ROUNDED_INTEGER.on_operation("gather", "dynamic_slice")
-def check_index(op: _checks.OpOccurrence, audit: _auditor.Auditor) -> None:
+def check_index(op: _checks.OpOccurrence) -> None:
     """Reports indices from 16 bits into an array that has more elements than they can number."""
-    indices = op.operands[1:] if op.is_forward else ()
-    for label in audit.flow.labels(RoundedIndex, *indices):
-        limit = 2 ** (jnp.finfo(_checks.dtype_of(label.op.operands[0])).nmant + 1)
+    for label in op.labels(RoundedIndex, *op.operands[1:]):
+        limit = _checks.stagnation(_checks.dtype_of(label.op.operands[0]))
         if max(op.operands[0].aval.shape, default=0) > limit:
             label.report(f"; they are read at {op.where}")
 
 
-def _integers_after(op: _checks.OpOccurrence, audit: _auditor.Auditor) -> Integers | None:
+def _integers_after(op: _checks.OpOccurrence) -> Integers | None:
     if op.name == "iota":
         return Integers(_programs.iota_length(op.equation) - 1, "positions")
-    each = [_integers(var, audit) for var in op.operands]
+    each = [_integers(var, op.audit) for var in op.operands]
     bounds = [integers.bound for integers in each if integers is not None]
     is_count = op.name == "reduce_sum" and _check_ops.counts_largest(op)
     if len(bounds) < len(each) or is_count:
@@ -303,11 +301,11 @@ def _integers(var: _programs.Atom, audit: _auditor.Auditor) -> Integers | None:
 
 
 @SORT_16BIT.on_operation("convert_element_type")
-def label_keys(op: _checks.OpOccurrence, audit: _auditor.Auditor) -> RoundedKeys | None:
+def label_keys(op: _checks.OpOccurrence) -> RoundedKeys | None:
     """Labels FP32 values that are rounded to 16 bits, unless they were 16 bits before."""
     (operand,), dtype = op.operands, op.rounded
     # `jnp.quantile` and `jnp.median` write a scalar NaN into their 16-bit keys.
-    if dtype is None or not op.is_forward or operand.aval.size <= 1:
+    if dtype is None or operand.aval.size <= 1:
         return None
     before = op.made_by(operand, _checks.LAYOUT - {"convert_element_type"})
     if before and before.name == "convert_element_type" and _checks.half_of(before.operands):
@@ -316,12 +314,11 @@ def label_keys(op: _checks.OpOccurrence, audit: _auditor.Auditor) -> RoundedKeys
     return RoundedKeys(op, message, lambda: _origins.fix_cast(op))
 
 
-@SORT_16BIT.on_operation("sort", "top_k", "approx_top_k")
-def check_keys(op: _checks.OpOccurrence, audit: _auditor.Auditor) -> None:
+@SORT_16BIT.on_operation("sort", "top_k", "approx_top_k", passes=_checks.NOT_BACKWARD)
+def check_keys(op: _checks.OpOccurrence) -> None:
     """Reports a sort of rounded keys."""
-    if not op.is_backward:
-        keys = op.operands[: _programs.count_of_keys(op.equation)]
-        audit.report(RoundedKeys, keys, f", and they are sorted at {op.where}")
+    keys = op.operands[: _programs.count_of_keys(op.equation)]
+    op.audit.report(RoundedKeys, keys, f", and they are sorted at {op.where}")
 
 
 # ---------------------------------------------------------------------------
@@ -329,12 +326,12 @@ def check_keys(op: _checks.OpOccurrence, audit: _auditor.Auditor) -> None:
 # ---------------------------------------------------------------------------
 
 
-@INT_OVERFLOW.on_operation("dot_general", "conv_general_dilated", "ragged_dot_general")
-def check_integer_matmul(op: _checks.OpOccurrence, audit: _auditor.Auditor) -> None:
+@INT_OVERFLOW.on_operation(*_programs.MATMULS, passes=_checks.ALL_PASSES)
+def check_integer_matmul(op: _checks.OpOccurrence) -> None:
     """Reports a matmul whose sums exceed the integers of its result."""
     dtypes = [np.dtype(_checks.dtype_of(var)) for var in (*op.operands[:2], *op.equation.outvars)]
     if all(dtype.kind in "iu" and dtype.itemsize <= 2 for dtype in dtypes):
         lhs, rhs, result = (dtype.name for dtype in dtypes)
         largest = np.iinfo(dtypes[2]).max
         message = f"{op.name} of {lhs} and {rhs}: sums beyond {largest:,} wrap around in {result}."
-        audit.add(INT_OVERFLOW, op, message, _origins.fix_sums("Sum in int32", op, "int32"))
+        op.add(INT_OVERFLOW, message, _origins.fix_sums("Sum in int32", op, "int32"))

@@ -7,11 +7,10 @@ from __future__ import annotations
 import dataclasses
 import math
 
-import jax.numpy as jnp
 import numpy as np
 
 from jaxmp import _core, _programs
-from jaxmp._tools.audit import _checks, _dataflow, _labels, _trace
+from jaxmp._tools.audit import _checks, _dataflow, _labels
 from jaxmp._tools.audit._auditor import Auditor
 from jaxmp._tools.audit._check_ops import LOSS_16BIT
 from jaxmp._tools.audit._checks import Check, OpOccurrence
@@ -75,10 +74,10 @@ class Probability(_labels.Fact):
 
 
 @LOSS_16BIT.on_operation("convert_element_type", "reduce_sum")
-def label_loss(op: OpOccurrence, audit: Auditor) -> RoundedLoss | None:
+def label_loss(op: OpOccurrence) -> RoundedLoss | None:
     """Labels the 16-bit scalar to which a reduction of a differentiated function is rounded."""
-    is_loss = op.is_forward and op.location.differentiated
-    if not is_loss or not _core.is_16bit(op.dtype) or math.prod(op.result.aval.shape) != 1:
+    is_loss = op.location.differentiated and _core.is_16bit(op.dtype)
+    if not is_loss or math.prod(op.result.aval.shape) != 1:
         return None
     total = op.equation
     if op.name == "convert_element_type":
@@ -92,10 +91,10 @@ def label_loss(op: OpOccurrence, audit: Auditor) -> RoundedLoss | None:
     return RoundedLoss(op, message, fix_operation(op.sibling(total)) or inputs)
 
 
-@LOSS_16BIT.on_program
-def report_losses(audit: Auditor, traced: _trace.Traced) -> None:
+@LOSS_16BIT.on(_checks.PROGRAM)
+def report_losses(audit: Auditor) -> None:
     """Reports rounded losses that the program returns in FP32."""
-    results = [v for v in traced.jaxpr.outvars if v.aval.size == 1 and _checks.half_of([v]) is None]
+    results = [v for v in audit.results if v.aval.size == 1 and _checks.half_of([v]) is None]
     audit.report(RoundedLoss, results, ", and the program returns it")
 
 
@@ -105,31 +104,30 @@ def report_losses(audit: Auditor, traced: _trace.Traced) -> None:
 
 
 @LOSS_16BIT.on_operation("log", "log1p")
-def label_logarithm(op: OpOccurrence, _: Auditor) -> _labels.LogProbability | None:
+def label_logarithm(op: OpOccurrence) -> _labels.LogProbability | None:
     """Labels FP32 logarithms."""
-    return _labels.LogProbability() if op.dtype == _core.FLOAT32 and op.is_forward else None
+    return _labels.LogProbability() if op.dtype == _core.FLOAT32 else None
 
 
 @LOSS_16BIT.on_operation("convert_element_type")
-def label_rounding(op: OpOccurrence, audit: Auditor) -> RoundedTerm | None:
+def label_rounding(op: OpOccurrence) -> RoundedTerm | None:
     """Labels log-probabilities that are rounded to 16 bits."""
     dtype = op.rounded
-    if dtype is None or not audit.flow.labels(_labels.LogProbability, *op.operands):
+    if dtype is None or not op.labels(_labels.LogProbability):
         return None
     message = f"log-probabilities are rounded to {dtype.name}"
     return RoundedTerm(op, message, lambda: fix_cast(op))
 
 
 @LOSS_16BIT.on_operation("abs", "square", "integer_pow", "mul")
-def label_difference(op: OpOccurrence, audit: Auditor) -> RoundedDifference | None:
+def label_difference(op: OpOccurrence) -> RoundedDifference | None:
     """Labels absolute values and squares of 16-bit differences."""
     if op.name == "mul" and op.operands[0] is not op.operands[1]:
         return None
     difference = op.made_by(op.operands[0], _checks.LAYOUT)
-    is_loss = op.is_forward and op.location.differentiated
-    if not is_loss or difference is None or difference.name != "sub":
+    if not op.location.differentiated or difference is None or difference.name != "sub":
         return None
-    labels = audit.flow.labels(_Difference, difference.result)
+    labels = op.labels(_Difference, difference.result)
     is_reported = any(isinstance(label.rounded, UserCast) for label in labels)
     if is_reported or not _core.is_16bit(difference.dtype):
         return None
@@ -139,11 +137,11 @@ def label_difference(op: OpOccurrence, audit: Auditor) -> RoundedDifference | No
 
 
 @LOSS_16BIT.on_operation("reduce_sum")
-def report_terms(op: OpOccurrence, audit: Auditor) -> None:
+def report_terms(op: OpOccurrence) -> None:
     """Reports rounded terms that are summed to a scalar."""
-    if op.is_forward and math.prod(op.result.aval.shape) == 1:
+    if math.prod(op.result.aval.shape) == 1:
         harm = f", and a loss sums the results at {op.where}"
-        audit.report(RoundedTerm, op.operands, harm)
+        op.report(RoundedTerm, harm)
 
 
 # ---------------------------------------------------------------------------
@@ -161,22 +159,25 @@ _PROBABILITIES = {
 }
 
 
-@LOG_OF_ROUNDED.on_operation(*_PROBABILITIES.keys() - {"softmax"}, "convert_element_type", "div")
-def label_probability(op: OpOccurrence, audit: Auditor) -> Probability | None:
+@LOG_OF_ROUNDED.on_operation(
+    *_PROBABILITIES.keys() - {"softmax"},
+    *("convert_element_type", "div"),
+    passes=_checks.NOT_BACKWARD,
+)
+def label_probability(op: OpOccurrence) -> Probability | None:
     """Labels 16-bit sigmoids, softmaxes and random numbers."""
-    if not _core.is_16bit(op.dtype) or op.is_backward:
+    if not _core.is_16bit(op.dtype):
         return None
-    is_softmax = any(x.normalized for x in audit.flow.labels(_labels.Logits, op.operands[0]))
+    is_softmax = any(x.normalized for x in op.labels(_labels.Logits, op.operands[0]))
     # The argument of a tanh may contain the exponential of a matmul, as a standard deviation.
     name = "softmax" if is_softmax and op.name not in _PROBABILITIES else op.name
     return Probability(op, name) if name in _PROBABILITIES else None
 
 
 @LOG_OF_ROUNDED.on_operation("log", "log1p", "atanh")
-def check_logarithm(op: OpOccurrence, audit: Auditor) -> None:
+def check_logarithm(op: OpOccurrence) -> None:
     """Reports the logarithm or arctanh of a probability that was rounded to 16 bits."""
-    operands = op.operands[:1] if op.is_forward else ()
-    for label in audit.flow.labels(Probability, *operands)[:1]:
+    for label in op.labels(Probability, op.operands[0])[:1]:
         (name, code), where = _PROBABILITIES[label.name], label.op.where
         function = "arctanh" if op.name == "atanh" else "logarithm"
         message = f"the {function} of a {name} that is rounded to {label.op.dtype.name} at {where}."
@@ -186,7 +187,7 @@ def check_logarithm(op: OpOccurrence, audit: Auditor) -> None:
         elif label.op.is_own_call or label.op.name == "bitcast_convert_type":
             own = fix_operation(label.op).replace("Compute", f"At {where}, compute")
         fix = own or f"Compute it from the FP32 input of the {name}:\n    {code}"
-        audit.add(LOG_OF_ROUNDED, op, message, fix)
+        op.add(LOG_OF_ROUNDED, message, fix)
 
 
 # ---------------------------------------------------------------------------
@@ -206,8 +207,6 @@ ROUNDED_OUTPUT = Check(
 _SOFTMAX_READS = "; exponentials of it are summed, as in a softmax or a log-sum-exp"
 _KEEPS_ERROR = _programs.EXACT | _checks.LAYOUT | _core.named("add mul div tanh")
 _CAST_ERROR = _KEEPS_ERROR | _core.named("cumsum sqrt")
-# Dtype -> the distance between its numbers from 256 to 512.
-_STEPS = {np.dtype(jnp.bfloat16): 2, np.dtype(jnp.float16): 0.25}
 
 
 class RoundingError(_labels.ConditionalFinding):
@@ -238,9 +237,9 @@ _COMPUTED = _Computed()
 
 
 @LOSS_16BIT.on_operation("dot_general", "conv_general_dilated", "exp", "exp2", "logistic", "tanh")
-def label_computed(op: OpOccurrence, _: Auditor) -> _Computed | None:
+def label_computed(_: OpOccurrence) -> _Computed:
     """Labels the first functions from which outputs of a model are computed."""
-    return _COMPUTED if op.is_forward else None
+    return _COMPUTED
 
 
 @dataclasses.dataclass(frozen=True)
@@ -252,66 +251,67 @@ class _Difference(_labels.Fact):
 
 
 @LOSS_16BIT.on_operation("convert_element_type")
-def label_cast(op: OpOccurrence, audit: Auditor) -> None:
+def label_cast(op: OpOccurrence) -> None:
     """Labels an FP32 value that the user casts to 16 bits, and reports it if a softmax reads it.
 
     The operations that compute a softmax in 16 bits have their own findings.
     """
-    (operand,), result = op.operands, op.result
-    if not op.is_forward or _core.FLOAT32 not in (_checks.dtype_of(operand), op.dtype):
+    (operand,) = op.operands
+    if _core.FLOAT32 not in (_checks.dtype_of(operand), op.dtype):
         return
-    dtype, labels = op.rounded, audit.flow.labels
+    dtype, labels = op.rounded, op.audit.flow.labels
     is_output = labels(_Computed, operand) and not labels(_labels.LogProbability, operand)
-    if dtype is None and _programs.Use.SOFTMAX in audit.use_of(result):
-        audit.report(UserCast, [operand], _SOFTMAX_READS)
+    if dtype is None and _programs.Use.SOFTMAX in op.use:
+        op.audit.report(UserCast, [operand], _SOFTMAX_READS)
     elif dtype is not None and is_output and op.is_own_call:
         message = f"an FP32 value is rounded to {dtype.name}"
-        audit.flow.mark(result, UserCast(op, message, lambda: fix_cast(op)))
+        op.mark(UserCast(op, message, lambda: fix_cast(op)))
 
 
-@ROUNDED_OUTPUT.on_operation("dot_general", "conv_general_dilated", "ragged_dot_general")
-def label_output(op: OpOccurrence, audit: Auditor) -> None:
+@ROUNDED_OUTPUT.on_operation(*_programs.MATMULS)
+def label_output(op: OpOccurrence) -> None:
     """Labels a 16-bit result, and reports it if a softmax or a choice is computed from it."""
     result = op.result
     dtype = _checks.half_of(op.operands[:2]) and _checks.half_of([result])
-    is_model = op.is_forward and not any(map(_checks.is_attention, op.enclosing))
+    is_own = any(map(_checks.is_attention, op.enclosing))
     # The user states the `logits_dtype` of jaxmp's losses.
-    if dtype is None or not is_model or is_in_flax(op, "jaxmp/losses"):
+    if dtype is None or is_own or is_in_flax(op, "jaxmp/losses"):
         return
-    message = f"the result is rounded to {dtype.name}, with steps of {_STEPS[dtype]} around 300"
-    output = RoundedOutput(op, message, lambda: _fix_output(op, audit))
-    use = audit.use_of(result)
-    audit.flow.mark(result, output)
-    if _programs.Use.SOFTMAX in use:
+    # The distance between numbers from 256 to 512.
+    step = 512 / _checks.stagnation(dtype)
+    message = f"the result is rounded to {dtype.name}, with steps of {step:g} around 300"
+    output = RoundedOutput(op, message, lambda: _fix_output(op))
+    op.mark(output)
+    if _programs.Use.SOFTMAX in op.use:
         output.report(_SOFTMAX_READS)
-    elif _programs.Use.ORDER in use:
+    elif _programs.Use.ORDER in op.use:
         output.report("; a top-k, argmax or sort compares it")
-    elif _programs.Use.DISTANCE in use:
+    elif _programs.Use.DISTANCE in op.use:
         output.report(
             "; a squared distance is the difference of it and of norms, or an angle of it"
         )
 
 
 @ROUNDED_OUTPUT.on_operation("logistic")
-def label_sigmoid(op: OpOccurrence, audit: Auditor) -> None:
+def label_sigmoid(op: OpOccurrence) -> None:
     """Labels a 16-bit sigmoid of a rounded result, such as a box or a score."""
-    labels = audit.flow.labels(RoundedOutput, *op.operands) if _core.is_16bit(op.dtype) else ()
+    labels = op.labels(RoundedOutput) if _core.is_16bit(op.dtype) else ()
     for label in labels:
-        audit.flow.mark(op.result, label)
+        op.mark(label)
 
 
 @ROUNDED_OUTPUT.on_operation("log1p")
-def label_softplus(op: OpOccurrence, audit: Auditor) -> None:
+def label_softplus(op: OpOccurrence) -> None:
     """Labels `log1p(exp(-abs(x)))`, by which losses write a softplus, as a difference from zero."""
     exponential = op.made_by(op.operands[0], _checks.LAYOUT)
-    if op.is_forward and exponential is not None and exponential.name == "exp":
+    if exponential is not None and exponential.name == "exp":
         power = op.body.source_of(exponential.operands[0], _checks.LAYOUT | {"neg", "abs"})
-        for rounded in audit.flow.labels(RoundedOutput, power):
-            audit.flow.mark(op.result, _Difference(rounded))
+        for rounded in op.labels(RoundedOutput, power):
+            op.mark(_Difference(rounded))
 
 
-def _fix_output(op: OpOccurrence, audit: Auditor) -> str:
-    context, path = audit.context, audit.context.rule_path(op.location.names)
+def _fix_output(op: OpOccurrence) -> str:
+    context, path = op.audit.context, op.rule_path
     # The rule does not help where a policy returns FP32 already, but does not reach the layer, or
     # where the line of the user contains the matmul itself.
     has_rule = context.policies is not None and context.resolve(op.location.names).wide_output
@@ -324,22 +324,20 @@ def _fix_output(op: OpOccurrence, audit: Auditor) -> str:
 
 
 @ROUNDED_OUTPUT.on_operation("sub")
-def label_difference_of_output(op: OpOccurrence, audit: Auditor) -> None:
+def label_difference_of_output(op: OpOccurrence) -> None:
     """Labels the difference of a rounded result and of a value that does not depend on it."""
     lhs, rhs = op.operands
-    for var, other in ((lhs, rhs), (rhs, lhs)) if op.is_forward else ():
-        for rounded in audit.flow.labels(RoundingError, var):
-            if isinstance(rounded, UserCast) and _is_zero(other, op, audit):
+    for var, other in ((lhs, rhs), (rhs, lhs)):
+        for rounded in op.labels(RoundingError, var):
+            if isinstance(rounded, UserCast) and _is_zero(other, op):
                 continue  # A softplus, which rounds no more than its operand.
-            is_made_of = any(
-                _has_error(rounded.op, x, audit) for x in _dataflow.near(other, op.body)
-            )
-            if not is_made_of or _are_slices(rounded.op, var, other, op, audit):
-                audit.flow.mark(op.result, _Difference(rounded))
+            is_made_of = any(_has_error(rounded.op, x) for x in _dataflow.near(other, op.body))
+            if not is_made_of or _are_slices(rounded.op, var, other, op):
+                op.mark(_Difference(rounded))
 
 
-def _is_zero(var: _programs.Atom, op: OpOccurrence, audit: Auditor) -> bool:
-    value = audit.known.value(op.body.source_of(var, _checks.LAYOUT))
+def _is_zero(var: _programs.Atom, op: OpOccurrence) -> bool:
+    value = op.audit.known.value(op.body.source_of(var, _checks.LAYOUT))
     return value is not None and not np.any(value)
 
 
@@ -348,7 +346,6 @@ def _are_slices(
     var: _programs.Atom,
     other: _programs.Atom,
     op: OpOccurrence,
-    audit: Auditor,
 ) -> bool:
     """Returns True for different slices of a rounded value: the values of two time steps."""
 
@@ -356,7 +353,7 @@ def _are_slices(
         maker = op.body.maker(source)
         if maker is None or maker.primitive.name not in _SLICES:
             return False
-        return _has_error(rounding, maker.invars[0], audit)
+        return _has_error(rounding, maker.invars[0])
 
     first, second = (set(filter(is_slice, _dataflow.near(each, op.body))) for each in (var, other))
     return bool(first - second and second - first)
@@ -365,15 +362,15 @@ def _are_slices(
 _SLICES = _core.named("slice dynamic_slice gather split broadcast_in_dim")
 
 
-def _has_error(rounding: OpOccurrence, var: _programs.Atom, audit: Auditor) -> bool:
-    labels = (x for x in audit.flow.of(var) if isinstance(x, (RoundingError, _labels.Logits)))
+def _has_error(rounding: OpOccurrence, var: _programs.Atom) -> bool:
+    labels = (*rounding.labels(RoundingError, var), *rounding.labels(_labels.Logits, var))
     return any(label.op.equation is rounding.equation for label in labels)
 
 
 @ROUNDED_OUTPUT.on_operation("reduce_sum")
-def check_differences(op: OpOccurrence, audit: Auditor) -> None:
+def check_differences(op: OpOccurrence) -> None:
     """Reports a rounded result if a loss is a sum of its differences."""
-    if op.is_forward and op.result.aval.size == 1:
-        for label in audit.flow.labels(_Difference, *op.operands):
+    if op.result.aval.size == 1:
+        for label in op.labels(_Difference):
             harm = f"; the loss at {op.where} subtracts it from other values"
             label.rounded.report(harm)

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jaxmp import _core, _programs
 from jaxmp._core import _compat
 from jaxmp._programs import Atom, Equation
-from jaxmp._tools.audit import _checks, _dataflow, _labels, _trace
+from jaxmp._tools.audit import _checks, _dataflow, _labels
 from jaxmp._tools.audit._auditor import Auditor
 from jaxmp._tools.audit._checks import Check, OpOccurrence
 from jaxmp._tools.audit._origins import (
@@ -49,22 +49,22 @@ class PromotedValue(_labels.ConditionalFinding, _labels.WideValue):
 
 
 @IMPLICIT_PROMOTION.on_operation("convert_element_type")
-def check_promotion(op: OpOccurrence, audit: Auditor) -> None:
+def check_promotion(op: OpOccurrence) -> None:
     """Labels a cast to a wider dtype that JAX inserted because the other operand is wider.
 
     JAX casts and computes in one call, at one line of the source. A cast that the user wrote is a
     call of its own, and casts by autocast have a name scope.
     """
-    if _programs.AUTOCAST in str(op.equation.source_info.name_stack) or not op.is_forward:
+    if _programs.AUTOCAST in str(op.equation.source_info.name_stack):
         return
     (operand,), result = op.operands, op.result
     source, target = _checks.dtype_of(operand), op.dtype
     is_wider = {source, target} <= _checks.FLOATS and source.itemsize < target.itemsize
     if not is_wider or math.prod(operand.aval.shape) <= 1:
         return
-    allowed = audit.context.allowed_dtypes(op.location.names)
+    allowed = op.audit.context.allowed_dtypes(op.location.names)
     is_fp32_module = bool(allowed) and not any(_core.is_16bit(dtype) for dtype in allowed)
-    if _dataflow.GRADIENT in audit.flow.of(operand) or is_fp32_module:
+    if _dataflow.GRADIENT in op.audit.flow.of(operand) or is_fp32_module:
         return
     size = math.prod(op.body.source_of(operand, _BROADCASTS).aval.shape)
     for reader in op.body.readers(result):
@@ -72,39 +72,37 @@ def check_promotion(op: OpOccurrence, audit: Auditor) -> None:
         if reader.primitive.name in _BINARY and 2 * size >= reader.outvars[0].aval.size:
             others = _wide_operands(reader, result, op)
             if others:
-                _label_promotion(op, reader, others, audit)
+                _label_promotion(op, reader, others)
 
 
-@IMPLICIT_PROMOTION.on_matmul
-def report_matmul(op: OpOccurrence, matmul: _programs.Matmul, flops: int, audit: Auditor) -> None:
+@IMPLICIT_PROMOTION.on(_checks.MATMUL)
+def report_matmul(op: OpOccurrence, matmul: _programs.Matmul, flops: int) -> None:
     """Reports promotions that make a matmul wide; their fix is that of the matmul, too."""
     is_wide = bool({_core.FLOAT32, _core.FLOAT64} & {matmul.lhs, matmul.rhs})
     if not is_wide or not op.is_forward or _checks.is_internal_matmul(op, matmul):
         return
     harm = f", and the matmul at {op.where} ({op.name}) reads it"
-    for label in audit.flow.labels(PromotedValue, *op.operands[:2]):
+    for label in op.labels(PromotedValue, *op.operands[:2]):
         label.report(harm, flops)
         fix = f"{label.fix}\nThis is the promotion at {label.op.where}."
-        audit.promotion_fixes.setdefault((op.location.names, op.line), fix)
+        op.audit.promotion_fixes.setdefault((op.location.names, op.line), fix)
 
 
-def promotion_fix(op: OpOccurrence, audit: Auditor) -> str:
+def promotion_fix(op: OpOccurrence) -> str:
     """Returns the fix of the promotion that makes a matmul or its gradient wide, or ""."""
-    return audit.promotion_fixes.get((op.location.names, op.line), "")
+    return op.audit.promotion_fixes.get((op.location.names, op.line), "")
 
 
-def _label_promotion(
-    op: OpOccurrence, reader: Equation, others: list[Atom], audit: Auditor
-) -> None:
+def _label_promotion(op: OpOccurrence, reader: Equation, others: list[Atom]) -> None:
     (operand,), result = op.operands, op.result
     source, target = _checks.dtype_of(operand).name, _checks.dtype_of(result).name
     here = op.sibling(reader)
     symbol = {"add": "+", "sub": "-", "mul": "*", "div": "/"}.get(here.name)
     what = f"{source} {symbol} {target}" if symbol else f"{here.name} of {source} and {target}"
     message = f"{what} is computed in {target}"
-    earlier = audit.flow.labels(PromotedValue, *others)
+    earlier = op.labels(PromotedValue, *others)
     # The FP32 state of a recurrence, such as an LSTM's, times a 16-bit gate.
-    is_gated = _labels.GATED in audit.flow.of_all(others)
+    is_gated = _labels.GATED in op.audit.flow.of_all(others)
     is_gated |= reader.primitive.name == "mul" and any(_is_carry(var, op) for var in others)
     if earlier:
         harm = f", and the result promotes another {source} array at {here.where}"
@@ -114,30 +112,31 @@ def _label_promotion(
             if not is_own or promotion.op.line != here.line:
                 promotion.report(harm)
     elif is_gated:
-        audit.flow.mark(result, _labels.GATED)
-    elif any(_is_stream(var, operand, op, audit) for var in others):
-        audit.flow.mark(result, _labels.STREAM)
+        op.mark(_labels.GATED)
+    elif any(_is_stream(var, operand, op) for var in others):
+        op.mark(_labels.STREAM)
         index = next(n for n, var in enumerate(reader.invars) if var is not result)
         fix = fix_wide("Cast the stream at its start", here, [index], source)
         message = f"{message}: the residual stream or loop carry is {target} from its start."
-        audit.add(IMPLICIT_PROMOTION, here, message, fix, severity=_checks.WARNING)
+        here.add(IMPLICIT_PROMOTION, message, fix, severity=_checks.WARNING)
     else:
         fix = _fix_promotion(here, result, others, source)
-        audit.flow.mark(result, PromotedValue(here, message, fix))
+        op.mark(PromotedValue(here, message, fix))
 
 
 def _fix_promotion(op: OpOccurrence, upcast: Atom, others: list[Atom], source: str) -> str:
-    if not op.is_own_call:
+    if not op.is_own_call and op.caller != "_where":
         if not is_in_flax(op):
             return in_words(op)
         layer = f"Set dtype=jnp.{source} in the layer, or cast its result"
         return f"{layer}:\n    y = y.astype(jnp.{source})"
+    is_wide = lambda var: var is not upcast and _checks.dtype_of(var) == _checks.dtype_of(upcast)
+    index = next(n for n, var in enumerate(op.operands) if is_wide(var))
     literals = [var for var in others if _programs.is_literal(var)]
-    index = next(n for n, var in enumerate(op.operands) if var is not upcast)
-    number = str(float(literals[0].val)) if literals else ""
-    code = _rewrite.with_operand(op.expression, index, number) if literals else ""
     # Arrays are not joined with a number.
-    if code := code or number * (op.name != "concatenate"):
+    if literals and op.name != "concatenate":
+        number = str(float(literals[0].val))
+        code = _rewrite.with_operand(op.expression, index, number) or number
         sentence = "Replace the array or NumPy number by a Python number, which does not promote"
         return f"{sentence}:\n    {code}"
     return fix_wide("Cast the wide operand", op, [index], source)
@@ -148,9 +147,9 @@ def _fix_promotion(op: OpOccurrence, upcast: Atom, others: list[Atom], source: s
 # ---------------------------------------------------------------------------
 
 
-def _is_stream(var: Atom, operand: Atom, op: OpOccurrence, audit: Auditor) -> bool:
+def _is_stream(var: Atom, operand: Atom, op: OpOccurrence) -> bool:
     """Returns True for a wide value, such as a residual stream, that `operand` is added to."""
-    if _labels.STREAM in audit.flow.of(var) or _is_carry(var, op):
+    if _labels.STREAM in op.audit.flow.of(var) or _is_carry(var, op):
         return True
     is_other = operand is not var and not _programs.is_literal(var)
     return is_other and op.body.depends_on(operand, var)
@@ -207,12 +206,12 @@ MIXED_OPERANDS = Check(
 # ---------------------------------------------------------------------------
 
 
-@MIXED_OPERANDS.on_matmul
-def check_operands(op: OpOccurrence, matmul: _programs.Matmul, flops: int, audit: Auditor) -> None:
+@MIXED_OPERANDS.on(_checks.MATMUL)
+def check_operands(op: OpOccurrence, matmul: _programs.Matmul, flops: int) -> None:
     """Reports operands of two dtypes."""
     dtypes = matmul.lhs, matmul.rhs
     is_float = bool(_checks.FLOATS & set(dtypes))
-    if dtypes[0] == dtypes[1] or not is_float or _is_fp32_by_design(op, matmul, audit):
+    if dtypes[0] == dtypes[1] or not is_float or _is_fp32_by_design(op, matmul):
         return
     narrow, wide = sorted(dtypes, key=lambda dtype: dtype.itemsize)
     message = f"{op.name} of {dtypes[0].name} and {dtypes[1].name} runs in {wide.name}"
@@ -221,40 +220,40 @@ def check_operands(op: OpOccurrence, matmul: _programs.Matmul, flops: int, audit
     if not op.is_forward:
         # The cotangent of a matmul with a wider preferred_element_type is wide. Its FP32 result is
         # worth keeping, for a log-softmax in particular, so that only time is lost.
-        fix = audit.context.gradient_fix
-        audit.collected[MIXED_OPERANDS].append(_programs.call_site(op.equation))
+        fix = op.audit.context.gradient_fix
+        op.audit.collected[MIXED_OPERANDS].append(_programs.call_site(op.equation))
     elif "\n" in fix:
         # The gradients of this matmul are as wide.
-        audit.promotion_fixes.setdefault((op.location.names, op.line), fix)
-    fix = promotion_fix(op, audit) or fix
-    audit.add(MIXED_OPERANDS, op, f"{message}{precision}.", fix, severity=severity, flops=flops)
+        op.audit.promotion_fixes.setdefault((op.location.names, op.line), fix)
+    fix = promotion_fix(op) or fix
+    op.add(MIXED_OPERANDS, f"{message}{precision}.", fix, severity=severity, flops=flops)
 
 
-@FP32_MATMUL.on_matmul
-def check_fp32(op: OpOccurrence, matmul: _programs.Matmul, flops: int, audit: Auditor) -> None:
+@FP32_MATMUL.on(_checks.MATMUL)
+def check_fp32(op: OpOccurrence, matmul: _programs.Matmul, flops: int) -> None:
     """Reports FP32 operands where 16 bits are required, or where they were 16 bits before."""
-    if not (matmul.lhs == matmul.rhs == _core.FLOAT32) or _is_fp32_by_design(op, matmul, audit):
+    if not (matmul.lhs == matmul.rhs == _core.FLOAT32) or _is_fp32_by_design(op, matmul):
         return
-    allowed = audit.context.allowed_dtypes(op.location.names)
-    if _is_router(op, audit):
-        audit.notes[f"the FP32 matmul at {op.where} chooses experts or classes"] = None
+    allowed = op.audit.context.allowed_dtypes(op.location.names)
+    if _is_router(op):
+        op.audit.notes[f"the FP32 matmul at {op.where} chooses experts or classes"] = None
     elif not allowed and _programs.FULL_PRECISION not in op.location.names:
-        if _labels.WAS_16_BITS in audit.flow.of_all(op.operands[:2]):
-            _report_fp32(op, "", flops, audit)
+        if _labels.WAS_16_BITS in op.audit.flow.of_all(op.operands[:2]):
+            _report_fp32(op, "", flops)
     elif allowed and _core.FLOAT32 not in allowed:
-        _report_fp32(op, min(dtype.name for dtype in allowed), flops, audit)
+        _report_fp32(op, min(dtype.name for dtype in allowed), flops)
 
 
-@FP32_MATMUL.on_operation("custom_linear_solve", "call_hi_primitive")
-def collect_solver(op: OpOccurrence, audit: Auditor) -> None:
+@FP32_MATMUL.on_operation("custom_linear_solve", "call_hi_primitive", passes=_checks.ALL_PASSES)
+def collect_solver(op: OpOccurrence) -> None:
     """Collects the matmuls of a linear solve or a root, which keep their dtype under autocast."""
     inside = (_programs.equations(jaxpr) for jaxpr in _programs.sub_jaxprs(op.equation))
     matmuls = (e for e in itertools.chain(*inside) if e.primitive.name in _programs.MATMULS)
     # Derivatives of the solver call them, too, in other scopes.
-    audit.collected[FP32_MATMUL] += {((), _programs.call_site(e)) for e in matmuls}
+    op.audit.collected[FP32_MATMUL] += {((), _programs.call_site(e)) for e in matmuls}
 
 
-def _is_fp32_by_design(op: OpOccurrence, matmul: _programs.Matmul, audit: Auditor) -> bool:
+def _is_fp32_by_design(op: OpOccurrence, matmul: _programs.Matmul) -> bool:
     """Returns True for matmuls of attention, of a matrix that is factorized, of the result, and of
     its norm, of squared distances, and for those by which a loss selects values, such as
     log-probabilities.
@@ -263,18 +262,18 @@ def _is_fp32_by_design(op: OpOccurrence, matmul: _programs.Matmul, audit: Audito
     error, and the selected values, which the matmul itself does not round. The power iteration of
     a spectral norm requires FP32, too, and has few operations.
     """
-    exact = audit.collected[FP32_MATMUL]
-    key, use = (op.location.names, op.line), audit.use_of(op.result)
-    is_exact = bool(_programs.exact_uses(op.equation, use))
-    is_exact |= _dataflow.is_of_power_iteration(op, use)
+    exact = op.audit.collected[FP32_MATMUL]
+    key = op.location.names, op.line
+    is_exact = bool(_programs.exact_uses(op.equation, op.use))
+    is_exact |= _dataflow.is_of_power_iteration(op)
     is_exact |= ((), _programs.call_site(op.equation)) in exact
-    if is_exact or _is_selection(op, use, audit):
+    if is_exact or _is_selection(op):
         exact.append(key)
     function = _jax_function(op) if _severity_of(op)[1] else None
     is_of_jax = function is not None and "precision" not in function.co_varnames
     if function is not None and is_of_jax:
         text = f"`{function.co_name}` of JAX itself multiplies with precision=HIGHEST at {op.where}"
-        audit.notes[text] = None
+        op.audit.notes[text] = None
     return is_of_jax or _checks.is_internal_matmul(op, matmul) or key in exact
 
 
@@ -294,45 +293,42 @@ def _jax_function(op: OpOccurrence) -> CodeType | None:
     return next((code for code in codes if code.co_name == name), None)
 
 
-def _is_selection(op: OpOccurrence, use: _programs.Use, audit: Auditor) -> bool:
+def _is_selection(op: OpOccurrence) -> bool:
     """Returns True for values of a loss times a mask, one-hot rows or another constant."""
-    is_loss = _programs.Use.LOSS in use
+    is_loss = _programs.Use.LOSS in op.use
     for values, constant in itertools.permutations(op.operands[:2]):
         if _checks.dtype_of(values) != _core.FLOAT32:
             continue
-        labels = audit.flow.of(values)
         # A step that takes the gradient alone does not return its loss.
-        is_log = any(isinstance(label, _labels.LogProbability) for label in labels)
-        if (is_log or (is_loss and not _dataflow.is_argument(labels))) and is_constant(
-            constant, op
-        ):
+        is_log = bool(op.labels(_labels.LogProbability, values))
+        is_computed = is_loss and not _dataflow.is_argument(op.audit.flow.of(values))
+        if (is_log or is_computed) and is_constant(constant, op):
             return True
     return False
 
 
-def _is_router(op: OpOccurrence, audit: Auditor) -> bool:
+def _is_router(op: OpOccurrence) -> bool:
     """Returns True for scores that a top-k or argmax compares, of fewer classes than features."""
-    operand, (result,) = op.operands[0], op.equation.outvars
-    is_narrow = result.aval.size < operand.aval.size
-    return op.is_forward and is_narrow and _programs.Use.ORDER in audit.use_of(result)
+    is_narrow = op.result.aval.size < op.operands[0].aval.size
+    return op.is_forward and is_narrow and _programs.Use.ORDER in op.use
 
 
-@OFF_POLICY_MATMUL.on_matmul
-def check_policy(op: OpOccurrence, matmul: _programs.Matmul, flops: int, audit: Auditor) -> None:
+@OFF_POLICY_MATMUL.on(_checks.MATMUL)
+def check_policy(op: OpOccurrence, matmul: _programs.Matmul, flops: int) -> None:
     """Reports a 16-bit dtype that the policies do not allow."""
-    dtype, allowed = matmul.lhs, audit.context.allowed_dtypes(op.location.names)
+    dtype, allowed = matmul.lhs, op.audit.context.allowed_dtypes(op.location.names)
     if dtype != matmul.rhs or dtype == _core.FLOAT32 or dtype not in _core.CASTABLE:
         return
     if not allowed or dtype in allowed or _checks.is_internal_matmul(op, matmul):
         return
     names = " or ".join(sorted(dtype.name for dtype in allowed))
     message = f"{op.name} of {dtype.name}, but the policies require {names}."
-    fix = f"Remove casts by hand, and apply the policies:\n    {apply_code(op, audit.context)}"
-    audit.add(OFF_POLICY_MATMUL, op, message, fix, flops=flops)
+    fix = f"Remove casts by hand, and apply the policies:\n    {apply_code(op, op.audit.context)}"
+    op.add(OFF_POLICY_MATMUL, message, fix, flops=flops)
 
 
-@FP32_MATMUL.on_program
-def suggest_autocast(audit: Auditor, _: _trace.Traced) -> None:
+@FP32_MATMUL.on(_checks.PROGRAM)
+def suggest_autocast(audit: Auditor) -> None:
     """Replaces the fix where the model is wrapped already, and wrapping does not reach a matmul."""
     rows, context = audit.matmuls, audit.context
     if any(names and _core.is_16bit(jnp.dtype(lhs)) for names, _, lhs, _ in rows):
@@ -341,8 +337,8 @@ def suggest_autocast(audit: Auditor, _: _trace.Traced) -> None:
                 finding.fix = finding.fix.replace(context.wrap_code, context.autocast_code)
 
 
-@FP32_MATMUL.on_program
-def report_bytes(audit: Auditor, _: _trace.Traced) -> None:
+@FP32_MATMUL.on(_checks.PROGRAM)
+def report_bytes(audit: Auditor) -> None:
     """Adds the share of bytes to the messages about matmuls that leave 16 bits."""
     for finding in audit.findings:
         if finding.check in (FP32_MATMUL, MIXED_OPERANDS):
@@ -352,27 +348,27 @@ def report_bytes(audit: Auditor, _: _trace.Traced) -> None:
             finding.message = f"{message}; it moves {_section.bytes_text(size)}, {share}."
 
 
-def _report_fp32(op: OpOccurrence, required: str, flops: int, audit: Auditor) -> None:
+def _report_fp32(op: OpOccurrence, required: str, flops: int) -> None:
     severity, precision = _severity_of(op)
     reason = f"but the policies require {required}"
     reason = reason if required else "and an operand was cast up from 16 bits"
     message = f"{op.name} of float32, {reason}{precision}."
-    mixed = audit.collected[MIXED_OPERANDS]
+    mixed = op.audit.collected[MIXED_OPERANDS]
     is_second = not op.is_forward and _programs.call_site(op.equation) in mixed
-    own = audit.context.gradient_fix if is_second else _fix_rule(op, audit) or fix_casts(op)
+    own = op.audit.context.gradient_fix if is_second else _fix_rule(op) or fix_casts(op)
     # With it, autocast keeps FP32 operands.
     sentence = f"{_remove_precision(op)}, and apply" if precision else "Apply"
-    promoted, code = promotion_fix(op, audit), apply_code(op, audit.context)
+    promoted, code = promotion_fix(op), apply_code(op, op.audit.context)
     # A rule for the root would reach its own operations alone.
-    path = audit.context.rule_path(op.location.names)
+    path = op.rule_path
     has_rule = bool(required and path) and not promoted
     code = f"{sentence} the policies:\n    " * (has_rule or bool(precision)) + code
     fix = promoted or own or code
     if has_rule:
-        code = audit.context.with_rule(f"jaxmp.Rule({path!r}, 'c=f32')")
+        code = op.audit.context.with_rule(f"jaxmp.Rule({path!r}, 'c=f32')")
         fix += f"\nOr keep the module in FP32 by a rule:\n    {code}"
     severity = _checks.NOTE if is_second else severity
-    audit.add(FP32_MATMUL, op, message, fix, severity=severity, flops=flops)
+    op.add(FP32_MATMUL, message, fix, severity=severity, flops=flops)
 
 
 def _severity_of(op: OpOccurrence) -> tuple[str, str]:
@@ -393,22 +389,22 @@ def _remove_precision(op: OpOccurrence) -> str:
     return f"Call `{function.co_name}` with precision=None outside of {context}"
 
 
-def _fix_rule(op: OpOccurrence, audit: Auditor) -> str:
+def _fix_rule(op: OpOccurrence) -> str:
     """Returns the fix of a matmul of a `custom_vjp` function or its rules; "" for another one.
 
     The equations of such a rule have the line at which its function is called, but not those of a
     function that it calls, such as that of a differential equation.
     """
-    is_rule = op.is_backward and _programs.call_site(op.equation) not in audit.matmul_calls
+    is_rule = op.is_backward and _programs.call_site(op.equation) not in op.audit.matmul_calls
     is_of_rule = lambda equation: _compat.is_in_custom_vjp(equation.source_info)
     is_custom_vjp = lambda e: e.primitive.name == "custom_vjp_call" or is_of_rule(e)
     is_forward_rule = is_of_rule(op.equation) and not fix_casts(op)
     if is_rule or is_forward_rule:
-        was_16_bits = lambda var: _labels.WAS_16_BITS in audit.flow.of(var)
+        was_16_bits = lambda var: _labels.WAS_16_BITS in op.audit.flow.of(var)
         wide = min(op.operands[:2], key=was_16_bits).aval.str_short()
         line, fix = "calls", f"In the rule, cast {wide} to 16 bits before the matmul."
     elif any(map(is_custom_vjp, op.enclosing)) and not op.is_within("/flax/"):
-        line, fix = "is in", f"Apply it inside:\n    {audit.context.autocast_code}"
+        line, fix = "is in", f"Apply it inside:\n    {op.audit.context.autocast_code}"
     else:
         return ""
     return (
@@ -431,11 +427,11 @@ MISALIGNED_MATMUL = Check(
 )
 
 
-@MISALIGNED_MATMUL.on_matmul
-def check_sizes(op: OpOccurrence, matmul: _programs.Matmul, flops: int, audit: Auditor) -> None:
+@MISALIGNED_MATMUL.on(_checks.MATMUL)
+def check_sizes(op: OpOccurrence, matmul: _programs.Matmul, flops: int) -> None:
     """Reports innermost dimensions that are not multiples of 16 bytes."""
     # A step that does not follow its policies yet is padded for their dtype.
-    allowed = audit.context.allowed_dtypes(op.location.names)
+    allowed = op.audit.context.allowed_dtypes(op.location.names)
     dtype = min((matmul.lhs, *allowed), key=lambda dtype: dtype.itemsize)
     multiple = _programs.multiple_of(dtype) if matmul.lhs != _core.FLOAT64 else 1
     roles = "K" * op.is_forward if _is_mapped(op) else "KMN"
@@ -447,20 +443,20 @@ def check_sizes(op: OpOccurrence, matmul: _programs.Matmul, flops: int, audit: A
     cost = math.prod(paddings[role] / size for role, size in sizes.items()) - 1
     plural = "is not a multiple" if len(sizes) == 1 else "are not multiples"
     message = f"{text} {plural} of {multiple}; padding costs {cost:.1%}."
-    classes = _classes_of(op, audit)
+    classes = _classes_of(op)
     if [*sizes.values()] == [classes]:
         fix = _fix_classes(classes, *paddings.values())
     else:
         fix = "Round the width up, unless it is one of the data, such as a number of channels:"
         fix += "".join(f"\n    width = {n}" for n in sorted(set(paddings.values())))
-    finding = audit.add(MISALIGNED_MATMUL, op, message, fix, flops=flops)
+    finding = op.add(MISALIGNED_MATMUL, message, fix, flops=flops)
     if classes:
-        audit.collected[MISALIGNED_MATMUL].append((op.line, classes))
+        op.audit.collected[MISALIGNED_MATMUL].append((op.line, classes))
     # Smaller sizes, such as three channels or one output, are those of the data, as are classes.
-    outputs = audit.collected[MISALIGNED_MATMUL]
+    outputs = op.audit.collected[MISALIGNED_MATMUL]
     is_data = lambda n: n < multiple or (finding.op.line, n) in outputs
     waste = math.prod(paddings[role] / n for role, n in sizes.items() if not is_data(n)) - 1
-    finding.add_harm(round(waste * flops))
+    finding.harmed_flops += waste * flops
 
 
 def _is_mapped(op: OpOccurrence) -> bool:
@@ -473,9 +469,9 @@ def _is_mapped(op: OpOccurrence) -> bool:
     return any("vmap(" in str(e.source_info.name_stack) for e in (op.equation, *op.enclosing))
 
 
-def _classes_of(op: OpOccurrence, audit: Auditor) -> int:
+def _classes_of(op: OpOccurrence) -> int:
     """Returns the number of classes of a matmul of logits; 0 for other matmuls."""
-    is_head = bool(audit.use_of(op.result) & (_programs.Use.SOFTMAX | _programs.Use.ORDER))
+    is_head = bool(op.use & (_programs.Use.SOFTMAX | _programs.Use.ORDER))
     return op.result.aval.shape[-1] if is_head and op.is_forward else 0
 
 

@@ -8,7 +8,7 @@ import jax.tree_util as jtu
 import numpy as np
 
 from jaxmp import _core, _programs
-from jaxmp._tools.audit import _auditor, _checks, _dataflow, _labels, _origins, _rows, _trace
+from jaxmp._tools.audit import _auditor, _checks, _dataflow, _labels, _origins, _rows
 from jaxmp._tools.fixes import _rewrite
 
 # ---------------------------------------------------------------------------
@@ -73,8 +73,9 @@ REDUCTIONS = _SUMS | _core.named(
 )
 # Activation functions of `jax.nn` that compute exponentials of negative numbers only.
 _BOUNDED = frozenset({"elu", "celu", "selu"})
-# `one_minus_square` is the derivative of tanh.
-_POWERS = _core.named("integer_pow square one_minus_square")
+_POWERS = _core.named("integer_pow square")
+# Reductions and roots have checks of their own. `one_minus_square`, of a tanh, is at most 1.
+_NO_EXPONENTIALS = REDUCTIONS | _core.named("rsqrt one_minus_square")
 
 
 # ---------------------------------------------------------------------------
@@ -82,46 +83,42 @@ _POWERS = _core.named("integer_pow square one_minus_square")
 # ---------------------------------------------------------------------------
 
 
-@SOFTMAX_16BIT.on_16_bits
-def check_softmax(op: _checks.OpOccurrence, dtype: np.dtype, audit: _auditor.Auditor) -> None:
-    """Reports the exponential of a softmax."""
-    if _role_of_exponential(op, audit) == "softmax":
+@SOFTMAX_16BIT.on(_checks.HALF)
+def check_softmax(op: _checks.OpOccurrence, dtype: np.dtype) -> None:
+    """Reports the exponential of a softmax, and exponential and logarithm of a log-sum-exp."""
+    role, text = _role_of_exponential(op), f"have {_PRECISION[dtype.name]}."
+    if role == "softmax":
         is_own = op.is_own_call or not op.location.names
-        applied = _origins.apply_code(op, audit.context)
+        applied = _origins.apply_code(op, op.audit.context)
         fix = _origins.fix_operation(op, dtype.name) if is_own else applied
-        message = f"softmax in {dtype.name}: its probabilities have {_PRECISION[dtype.name]}."
-        audit.add(SOFTMAX_16BIT, op, message, fix)
+        op.add(SOFTMAX_16BIT, f"softmax in {dtype.name}: its probabilities {text}", fix)
+    elif role == "log-sum-exp":
+        message = f"log-sum-exp in {dtype.name}: log-probabilities {text}"
+        op.add(LOSS_16BIT, message, _origins.fix_operation(op))
 
 
-@LOSS_16BIT.on_16_bits
-def check_loss(op: _checks.OpOccurrence, dtype: np.dtype, audit: _auditor.Auditor) -> None:
-    """Reports the exponential or the logarithm of a log-sum-exp."""
-    if _role_of_exponential(op, audit) == "log-sum-exp":
-        message = f"log-sum-exp in {dtype.name}: log-probabilities have {_PRECISION[dtype.name]}."
-        audit.add(LOSS_16BIT, op, message, _origins.fix_operation(op))
-
-
-@LOSS_16BIT.on_program
-def check_results(audit: _auditor.Auditor, traced: _trace.Traced) -> Iterable[_rows.Finding]:
+@LOSS_16BIT.on(_checks.PROGRAM)
+def check_results(audit: _auditor.Auditor) -> Iterable[_rows.Finding]:
     """Reports 16-bit scalars that the program returns alone or in tuples, such as losses.
 
     Those that a step adds to an argument, such as an FP32 master, are state, of which other
     checks report updates.
     """
-    for (path, aval), var in zip(traced.results, traced.jaxpr.outvars, strict=False):
+    traced = audit.traced
+    for (path, aval), var in zip(traced.results, audit.results, strict=False):
         is_returned = all(isinstance(key, jtu.SequenceKey) for key in path)
         is_loss = aval.shape == () and aval.dtype in _core.FLOATS_16BIT and is_returned
         updated = audit.flow.labels(_dataflow.Update, var) if audit.has_backward else ()
         is_loss &= not any(
             x.has_gradient or traced.variables[x.number].aval.dtype == aval.dtype for x in updated
         )
-        op = traced.maker_of(var, audit.findings) if is_loss else None
+        op = audit.maker_of(var) if is_loss else None
         if op is not None:
             message = f"result{jtu.keystr(path)} is a scalar in {aval.dtype.name}."
             yield LOSS_16BIT.finding(message, _origins.fix_operation(op), op)
 
 
-def _role_of_exponential(op: _checks.OpOccurrence, audit: _auditor.Auditor) -> str:
+def _role_of_exponential(op: _checks.OpOccurrence) -> str:
     """Returns "softmax" or "log-sum-exp" for an operation that is a part of one, or ""."""
     if op.is_backward:
         return ""
@@ -133,7 +130,7 @@ def _role_of_exponential(op: _checks.OpOccurrence, audit: _auditor.Auditor) -> s
         if "log" in after:
             return "log-sum-exp"
         # Attention in blocks divides by a carry of its loop.
-        is_divided = any(_programs.Use.MAGNIFIED in audit.use_of(e.outvars[0]) for e in sums)
+        is_divided = any(_programs.Use.MAGNIFIED in op.audit.use_of(e.outvars[0]) for e in sums)
         return "softmax" if is_divided else ""
     return "log-sum-exp" if op.name == "log" and _follows_sum_of_exp(op) else ""
 
@@ -145,11 +142,13 @@ _PRECISION = {
 
 
 def _follows_sum_of_exp(op: _checks.OpOccurrence) -> bool:
-    makers = made_of(op.operands[0], op.body, _checks.LAYOUT)
-    sums = (maker.invars[0] for maker in makers if maker.primitive.name in _SUMS)
     through = _checks.LAYOUT | _WEIGHTS
-    before = (maker for var in sums for maker in made_of(var, op.body, through))
-    return any(maker.primitive.name == "exp" for maker in before)
+    return any(
+        maker.primitive.name == "exp"
+        for total in made_of(op.operands[0], op.body, _checks.LAYOUT)
+        if total.primitive.name in _SUMS
+        for maker in made_of(total.invars[0], op.body, through)
+    )
 
 
 # ---------------------------------------------------------------------------
@@ -157,35 +156,36 @@ def _follows_sum_of_exp(op: _checks.OpOccurrence) -> bool:
 # ---------------------------------------------------------------------------
 
 
-@NORM_16BIT.on_operation("sqrt", "rsqrt")
-def check_root(op: _checks.OpOccurrence, audit: _auditor.Auditor) -> None:
+@NORM_16BIT.on_operation("sqrt", "rsqrt", passes=_checks.NOT_BACKWARD)
+def check_root(op: _checks.OpOccurrence) -> None:
     """Reports the root of a mean, by which a norm divides or multiplies."""
     dtype = _checks.half_of(op.operands)
     is_norm = op.name == "rsqrt" or is_sum(op)
-    if dtype is None or op.is_backward or not is_norm or op.result not in op.body.consumers:
+    if dtype is None or not is_norm or op.result not in op.body.consumers:
         return
     limit = "8 bits of precision" if dtype.name == "bfloat16" else "no values below 6e-8"
     message = f"{op.name} in {dtype.name}: the variance or sum of squares has {limit}."
     fix = _origins.fix_operation(op, dtype.name, _origins.SUMS)
     if op.location.names and not _rewrite.in_fp32(op.expression):
-        fix = _origins.apply_code(op, audit.context)
-    audit.add(NORM_16BIT, op, message, fix or _FIX_NORM)
+        fix = _origins.apply_code(op, op.audit.context)
+    op.add(NORM_16BIT, message, fix or _FIX_NORM)
 
 
 @NORM_16BIT.on_operation("dot_general")
-def check_power_iteration(op: _checks.OpOccurrence, audit: _auditor.Auditor) -> None:
+def check_power_iteration(op: _checks.OpOccurrence) -> None:
     """Reports a product of a power iteration in 16 bits."""
     dtype = _checks.half_of(op.operands)
-    if dtype is not None and _dataflow.is_of_power_iteration(op, audit.use_of(op.result)):
+    if dtype is not None and _dataflow.is_of_power_iteration(op):
         message = f"a power iteration multiplies in {dtype.name}, and the gradient of the norm is a"
         message += " difference of close numbers."
-        audit.add(NORM_16BIT, op, message, _origins.fix_operation(op) or _FIX_POWER)
+        op.add(NORM_16BIT, message, _origins.fix_operation(op) or _FIX_POWER)
 
 
-@NORM_16BIT.on_program
-def suggest_storage(audit: _auditor.Auditor, traced: _trace.Traced) -> None:
+@NORM_16BIT.on(_checks.PROGRAM)
+def suggest_storage(audit: _auditor.Auditor) -> None:
     """Replaces the fix where Flax computes a norm of 16-bit weights, as in `nn.SpectralNorm`."""
-    may_be_weights, has_policies = traced.may_be_weights(), audit.context.policies is not None
+    traced, has_policies = audit.traced, audit.context.policies is not None
+    may_be_weights = traced.may_be_weights()
     for finding in (f for f in audit.findings if f.check is NORM_16BIT and has_policies):
         op, call = finding.op, _origins.call_and_type(finding.op.equation)
         here = _programs.equations(op.body.jaxpr, inside=False)
@@ -213,10 +213,8 @@ class OnePass(_labels.ConditionalFinding):
 
 
 @NORM_16BIT.on_operation("sub")
-def label_variance(op: _checks.OpOccurrence, audit: _auditor.Auditor) -> OnePass | None:
+def label_variance(op: _checks.OpOccurrence) -> OnePass | None:
     """Labels a variance in one pass if a part of it was rounded after it was summed."""
-    if not op.is_forward:
-        return None
     lhs, rhs = (list(made_of(var, op.body, _NEAR | _SQUARES)) for var in op.operands)
     is_one_pass = any(map(is_square, rhs))
     is_one_pass &= any(map(_contains_sum, lhs)) and any(map(_contains_sum, rhs))
@@ -228,10 +226,10 @@ def label_variance(op: _checks.OpOccurrence, audit: _auditor.Auditor) -> OnePass
 
 
 @NORM_16BIT.on_operation("sqrt", "rsqrt", "pow")
-def report_variance(op: _checks.OpOccurrence, audit: _auditor.Auditor) -> None:
+def report_variance(op: _checks.OpOccurrence) -> None:
     """Reports the root of a rounded variance."""
     if op.dtype == _core.FLOAT32:
-        audit.report(OnePass, op.operands, f", whose root is computed at {op.where}")
+        op.report(OnePass, f", whose root is computed at {op.where}")
 
 
 def is_sum(op: _checks.OpOccurrence) -> bool:
@@ -261,55 +259,57 @@ class ForwardUse(_labels.ConditionalFinding):
     check = EXP_16BIT
 
 
-@EXP_16BIT.on_16_bits
-def check_exponential(
-    op: _checks.OpOccurrence, dtype: np.dtype, audit: _auditor.Auditor
-) -> ForwardUse | None:
+@EXP_16BIT.on(_checks.HALF)
+def check_exponential(op: _checks.OpOccurrence, dtype: np.dtype) -> ForwardUse | None:
     """Reports the other operations of the op table's FP32 rows."""
-    if op.name in REDUCTIONS or op.name == "rsqrt" or op.is_backward:
+    if op.name in _NO_EXPONENTIALS or not op.is_forward:
         return None
+    message, severity = f"{op.name} in {dtype.name}", _checks.ERROR
     if op.name in _POWERS:
         if dtype.name != "float16":
             return None
-        message = f"{op.name} in float16: results above 65504 overflow"
+        message, severity = f"{message}: results above 65504 overflow", _checks.WARNING
         # Rounded back, a power overflows again, but not an activation that computes one.
         function = _rewrite.known_function(op.expression)[0]
         back = dtype.name if function.startswith(("jax.nn.", "flax.")) else ""
         fix = _origins.fix_operation(op, back)
-        return _report_forward_use(ForwardUse(op, message, fix, _checks.WARNING), audit)
-    # An argument that is rounded before its sine is a finding of its own.
-    rounded = audit.flow.labels(_labels.RoundedInput, op.operands[0])
-    if _role_of_exponential(op, audit) or (rounded and op.name in _checks.PERIODIC):
-        return None
-    keep = keep_parameter(op, audit)
-    if not keep and (op.caller in _BOUNDED or _is_bounded(op.equation, op.body)):
-        return None
-    # A logarithm that is rounded again is reported where a loss sums it.
-    back = "" if op.name in ("log", "log1p") and op.is_own_call else dtype
-    fix = _origins.fix_operation(op, back and dtype.name)
-    fix = keep or fix or f"Compute {op.name} in FP32: {EXP_16BIT.fix}"
-    use = ForwardUse(op, f"{op.name} in {dtype.name}", fix, _checks.ERROR)
-    return _report_forward_use(use, audit)
+    else:
+        # An argument that is rounded before its sine is a finding of its own.
+        rounded = op.labels(_labels.RoundedInput, op.operands[0])
+        if _role_of_exponential(op) or (rounded and op.name in _checks.PERIODIC):
+            return None
+        keep = keep_parameter(op)
+        if not keep and (op.caller in _BOUNDED or _is_bounded(op.equation, op.body)):
+            return None
+        # A logarithm that is rounded again is reported where a loss sums it.
+        back = "" if op.name in ("log", "log1p") and op.is_own_call else dtype.name
+        fix = keep or _origins.fix_operation(op, back)
+        fix = fix or f"Compute {op.name} in FP32: {EXP_16BIT.fix}"
+    use = ForwardUse(op, message, fix, severity)
+    if op.location.differentiated:
+        return use  # It may be computed for a derivative alone.
+    use.report("")
+    return None
 
 
-def keep_parameter(op: _checks.OpOccurrence, audit: _auditor.Auditor) -> str:
+def keep_parameter(op: _checks.OpOccurrence) -> str:
     """Returns the rule that keeps a parameter in FP32, which a policy rounds before the operation.
 
     Returns:
       "" if the operation reads no parameter of its module, or if no policy casts it.
     """
-    if not op.location.names or audit.context.policies is None:
+    if not op.location.names or op.audit.context.policies is None:
         return ""
-    path = audit.context.rule_path(op.location.names)
+    path = op.rule_path
     names = tuple(path.split("/"))
-    for label in audit.flow.labels(_labels.Summand, *op.operands):
+    for label in op.labels(_labels.Summand):
         owner = label.owner
         is_root = not owner or owner[-1] in _ROOTS or owner[-1].isdigit()
         if owner[-len(names) :] == names or (not path and is_root):
             # Read in FP32 alone, it would be what the policy rounded to store it.
-            is_stored = _core.is_16bit(audit.context.policies.default.param_dtype)
+            is_stored = _core.is_16bit(op.audit.context.policies.default.param_dtype)
             dtypes = "p=f32," * is_stored + "c=f32"
-            rule = audit.context.with_rule(f"jaxmp.Rule('**:{label.name}', '{dtypes}')")
+            rule = op.audit.context.with_rule(f"jaxmp.Rule('**:{label.name}', '{dtypes}')")
             return f"Read the parameter in FP32, by a rule:\n    {rule}"
     return ""
 
@@ -321,20 +321,20 @@ class RoundedParameter(_labels.ConditionalFinding):
 
 
 @EXP_16BIT.on_operation("convert_element_type")
-def label_parameter(op: _checks.OpOccurrence, audit: _auditor.Auditor) -> RoundedParameter | None:
+def label_parameter(op: _checks.OpOccurrence) -> RoundedParameter | None:
     """Labels a parameter that a policy rounds, or stores in 16 bits."""
     is_rounded = _checks.half_of([*op.operands, *op.equation.outvars]) is not None
-    fix = keep_parameter(op, audit) if is_rounded else ""
+    fix = keep_parameter(op) if is_rounded else ""
     message = "a parameter is rounded to 16 bits"
-    return RoundedParameter(op, message, fix) if fix and op.is_forward else None
+    return RoundedParameter(op, message, fix) if fix else None
 
 
-@EXP_16BIT.on_operation("exp", "exp2", "expm1")
-def check_parameter(op: _checks.OpOccurrence, audit: _auditor.Auditor) -> None:
+@EXP_16BIT.on_operation("exp", "exp2", "expm1", passes=_checks.NOT_BACKWARD)
+def check_parameter(op: _checks.OpOccurrence) -> None:
     """Reports an exponential in FP32 of a rounded parameter, such as a softplus, but no softmax."""
-    if _checks.half_of(op.operands) is None and not _role_of_exponential(op, audit):
+    if _checks.half_of(op.operands) is None and not _role_of_exponential(op):
         harm = f" before its {op.name} at {op.where}, which magnifies the rounding"
-        audit.report(RoundedParameter, op.operands, harm)
+        op.report(RoundedParameter, harm)
 
 
 # Keys of the parameters of a root module, besides the number of an argument.
@@ -342,26 +342,15 @@ _ROOTS = ("params", "model")
 
 
 @EXP_16BIT.on_operation(*_labels.REDUCES)
-def report_reduced(op: _checks.OpOccurrence, audit: _auditor.Auditor) -> None:
+def report_reduced(op: _checks.OpOccurrence) -> None:
     """Reports exponentials that a reduction of the forward pass reads."""
-    if op.is_forward:
-        audit.report(ForwardUse, op.operands, "")
+    op.report(ForwardUse, "")
 
 
-@EXP_16BIT.on_program
-def report_results(audit: _auditor.Auditor, traced: _trace.Traced) -> None:
+@EXP_16BIT.on(_checks.PROGRAM)
+def report_results(audit: _auditor.Auditor) -> None:
     """Reports exponentials that the program returns."""
-    audit.report(ForwardUse, traced.jaxpr.outvars, "")
-
-
-def _report_forward_use(use: ForwardUse, audit: _auditor.Auditor) -> ForwardUse | None:
-    """Reports an operation, or returns a label if it may be computed for a derivative alone."""
-    # An operation of a recomputed region was reported in the forward pass.
-    if use.op.is_forward and use.op.location.differentiated:
-        return use
-    if use.op.is_forward:
-        use.report("")
-    return None
+    audit.report(ForwardUse, audit.results, "")
 
 
 def _is_bounded(equation: _programs.Equation, body: _programs.Body) -> bool:
@@ -418,14 +407,8 @@ def reads(
 
 
 def made_of(
-    var: _programs.Atom, body: _programs.Body, primitives: frozenset[str], depth: int = 12
+    var: _programs.Atom, body: _programs.Body, primitives: frozenset[str]
 ) -> Iterator[_programs.Equation]:
     """Yields the equations that compute a value, and the operands of the named primitives."""
-    waiting = [var]
-    while waiting and depth:
-        depth -= 1
-        maker = body.maker(waiting.pop())
-        if maker is not None:
-            yield maker
-            if maker.primitive.name in primitives:
-                waiting += maker.invars
+    makers = map(body.maker, _dataflow.near(var, body, primitives))
+    return (maker for maker in makers if maker is not None)

@@ -9,11 +9,11 @@ from typing import NamedTuple
 from jax.sharding import PartitionSpec
 
 from jaxmp import _core, _programs
-from jaxmp._tools.audit import _auditor, _checks, _dataflow, _hlo_collectives, _labels, _trace
-from jaxmp._tools.audit._check_compiled import CompiledProgram, finding, requires_16_bits
+from jaxmp._tools.audit import _auditor, _checks, _dataflow, _hlo_collectives, _labels
+from jaxmp._tools.audit._check_compiled import finding, requires_16_bits
 from jaxmp._tools.audit._check_ops import is_sum
 from jaxmp._tools.audit._origins import fix_expression, fix_origins, through_calls
-from jaxmp._tools.audit._rows import CollectiveRow, Finding
+from jaxmp._tools.audit._rows import CollectiveRow, Compilation, Finding
 from jaxmp._tools.fixes import _rewrite
 from jaxmp._tools.report import _section
 
@@ -40,28 +40,28 @@ Gather in 16 bits, and sum the gradient in FP32:
     gather.defvjp(lambda w: (gather(w), None), gather_bwd)"""
 
 
-@ALL_REDUCE_16BIT.on_operation("psum", "psum_invariant", "reduce_scatter")
-def label_reductions(op: _checks.OpOccurrence, audit: _auditor.Auditor) -> None:
+@ALL_REDUCE_16BIT.on_operation(
+    "psum", "psum_invariant", "reduce_scatter", passes=_checks.ALL_PASSES
+)
+def label_reductions(op: _checks.OpOccurrence) -> None:
     """Labels a sum over devices in 16 bits."""
     for operand, result in zip(op.operands, op.equation.outvars, strict=True):
         if _core.is_16bit(_checks.dtype_of(operand)) and operand.aval.size > 1:
-            label = _labels.Reduction16Bit(op, _dataflow.GRADIENT in audit.flow.of(operand))
-            audit.collected[_labels.Reduction16Bit].append(label)
-            audit.flow.mark(result, label)
+            label = _labels.Reduction16Bit(op, _dataflow.GRADIENT in op.audit.flow.of(operand))
+            op.audit.collected[_labels.Reduction16Bit].append(label)
+            op.audit.flow.mark(result, label)
 
 
-@ALL_REDUCE_16BIT.on_operation(*_programs.MATMULS)
-def label_activations(op: _checks.OpOccurrence, audit: _auditor.Auditor) -> None:
+@ALL_REDUCE_16BIT.on_operation(*_programs.MATMULS, passes=[_programs.BACKWARD])
+def label_activations(op: _checks.OpOccurrence) -> None:
     """Records that a matmul of the backward pass reads a sum, which is then an activation."""
-    if op.is_backward:
-        for label in audit.flow.labels(_labels.Reduction16Bit, *op.operands[:2]):
-            label.is_activation = True
+    for label in op.labels(_labels.Reduction16Bit, *op.operands[:2]):
+        label.is_activation = True
 
 
-@ALL_REDUCE_16BIT.on_program
-def report_reductions(audit: _auditor.Auditor, traced: _trace.Traced) -> None:
+@ALL_REDUCE_16BIT.on(_checks.PROGRAM)
+def report_reductions(audit: _auditor.Auditor) -> None:
     """Reports the sums over devices, after the walk."""
-    audit.collected[_trace.Traced].append(traced)
     for reduction in audit.collected[_labels.Reduction16Bit]:
         _report_reduction(reduction, audit)
 
@@ -79,7 +79,7 @@ def _report_reduction(reduction: _labels.Reduction16Bit, audit: _auditor.Auditor
     if op.is_forward and not reduction.is_gradient and is_sum(op):
         message = f"statistics of the batch are averaged over devices in {dtype} ({op.name})."
         fix = f"jax.lax.pmean(x.astype(jnp.float32), {name})"
-        audit.add(ALL_REDUCE_16BIT, op, message, fix_origins(op) or fix)
+        op.add(ALL_REDUCE_16BIT, message, fix_origins(op) or fix)
         return
     if not reduction.is_gradient or reduction.is_activation:
         audit.notes[sum_note(dtype)] = None
@@ -95,7 +95,7 @@ def _report_reduction(reduction: _labels.Reduction16Bit, audit: _auditor.Auditor
         fix = "Let JAX sum the gradient of the FP32 parameters, before the loss casts them:\n"
         fix += f"    params = jax.lax.pcast(params, {name}, to='varying')"
     severity = _checks.ERROR if audit.context.requires_fp32_reductions else _checks.WARNING
-    audit.add(ALL_REDUCE_16BIT, op, message, fix, severity=severity)
+    op.add(ALL_REDUCE_16BIT, message, fix, severity=severity)
 
 
 class Constraint(NamedTuple):
@@ -111,11 +111,13 @@ def gather_of(row: CollectiveRow, audit: _auditor.Auditor) -> Constraint | None:
     XLA names many gathers after the arguments, without a line. Then the constraint has the same
     module and number of elements.
     """
-    module_of = lambda each: _programs.module_of(each.op.location.names, audit.root)
-    gathers = [c for c in audit.collected[Constraint] if module_of(c) == row.module]
-    if row.file:
-        gathers = [each for each in gathers if each.op.line == (row.file, row.line)]
-    gathers = [each for each in gathers if _split_of(each, audit) is not None]
+    gathers = [
+        each
+        for each in audit.collected[Constraint]
+        if audit.module_of(each.op.location.names) == row.module
+        if not row.file or each.op.line == (row.file, row.line)
+        if _split_of(each, audit) is not None
+    ]
     elements = row.bytes // row.count // (8 if row.dtype == "float64" else 4)
     difference = lambda each: abs(each.op.operands[0].aval.size - elements)
     return min(gathers, key=difference, default=None)
@@ -145,7 +147,7 @@ def _split_of(constraint: Constraint, audit: _auditor.Auditor) -> PartitionSpec 
     """Returns the spec of the argument that a constraint gathers; None if it gathers none."""
     shape = constraint.op.operands[0].aval.shape
     result = _programs.sharding_of_result(constraint.op.equation)
-    arrays = audit.collected[_trace.Traced][-1].arrays
+    arrays = audit.traced.arrays
     for number in constraint.arguments:
         spec = getattr(getattr(arrays[number], "sharding", None), "spec", None)
         if spec is not None and arrays[number].shape == shape:
@@ -258,10 +260,10 @@ _CALL_WITH_SPLIT = """\
     loss, grads = grads_fn(low, batch)"""
 
 
-@ALL_REDUCE_16BIT.on_compiled
-def check_reductions(program: CompiledProgram, audit: _auditor.Auditor) -> Iterator[Finding]:
+@ALL_REDUCE_16BIT.on(_checks.COMPILED)
+def check_reductions(program: Compilation, audit: _auditor.Auditor) -> Iterator[Finding]:
     """Reports sums over devices in 16 bits that the compiler inserted."""
-    reported = {(f.file, f.line) for f in program.traced if f.check == ALL_REDUCE_16BIT.id}
+    reported = {f.op.line for f in audit.findings if f.check is ALL_REDUCE_16BIT}
     for row in _large(program):
         is_sum = row.operation in ("all-reduce", "reduce-scatter") and row.dtype in _HALF
         if not is_sum or (row.file, row.line) in reported:
@@ -276,15 +278,14 @@ def check_reductions(program: CompiledProgram, audit: _auditor.Auditor) -> Itera
 
 
 @FP32_ALL_GATHER.on_operation("sharding_constraint")
-def collect_constraints(op: _checks.OpOccurrence, audit: _auditor.Auditor) -> None:
+def collect_constraints(op: _checks.OpOccurrence) -> None:
     """Collects the constraints of the forward pass, of which some gather weights."""
-    if op.is_forward:
-        numbers = (label.number for label in audit.flow.labels(_dataflow.From, op.operands[0]))
-        audit.collected[Constraint].append(Constraint(op, tuple(numbers)))
+    numbers = (label.number for label in op.labels(_dataflow.From, op.operands[0]))
+    op.audit.collected[Constraint].append(Constraint(op, tuple(numbers)))
 
 
-@FP32_ALL_GATHER.on_compiled
-def check_gathers(program: CompiledProgram, audit: _auditor.Auditor) -> Iterator[Finding]:
+@FP32_ALL_GATHER.on(_checks.COMPILED)
+def check_gathers(program: Compilation, audit: _auditor.Auditor) -> Iterator[Finding]:
     """Reports weights that devices gather in a wider dtype than operations read."""
     updates: list[CollectiveRow] = []
     has_policies = audit.context.policies is not None
@@ -311,8 +312,8 @@ def check_gathers(program: CompiledProgram, audit: _auditor.Auditor) -> Iterator
         yield _whole(FP32_ALL_GATHER, updates, message, _FIX_UPDATE)
 
 
-@ACTIVATION_ALL_GATHER.on_compiled
-def check_activations(program: CompiledProgram, audit: _auditor.Auditor) -> Iterator[Finding]:
+@ACTIVATION_ALL_GATHER.on(_checks.COMPILED)
+def check_activations(program: Compilation, audit: _auditor.Auditor) -> Iterator[Finding]:
     """Reports activations that devices gather where they could gather weights."""
     activations = _large(program, _hlo_collectives.ACTIVATION, "all-gather")
     axes = _fsdp_axes(program, audit)
@@ -325,8 +326,8 @@ def check_activations(program: CompiledProgram, audit: _auditor.Auditor) -> Iter
         yield _whole(ACTIVATION_ALL_GATHER, rows, message, _FIX_ACTIVATIONS.format(axis=axis))
 
 
-@KEPT_WEIGHTS.on_compiled
-def check_kept_weights(program: CompiledProgram, audit: _auditor.Auditor) -> Iterator[Finding]:
+@KEPT_WEIGHTS.on(_checks.COMPILED)
+def check_kept_weights(program: Compilation, audit: _auditor.Auditor) -> Iterator[Finding]:
     """Reports gathered weights that the backward pass reads."""
     weights = _large(program, _hlo_collectives.WEIGHT, "all-gather")
     rows = [row for row in weights if row.is_kept]
@@ -341,22 +342,22 @@ def check_kept_weights(program: CompiledProgram, audit: _auditor.Auditor) -> Ite
 
 
 @REDUCTION_PER_MICROBATCH.on_operation(*_programs.LOOPS)
-def collect_loops(op: _checks.OpOccurrence, audit: _auditor.Auditor) -> None:
+def collect_loops(op: _checks.OpOccurrence) -> None:
     """Collects the lengths of loops over microbatches.
 
     A loop over training steps updates its arguments.
     """
-    if op.location.differentiated or not op.is_forward:
+    if op.location.differentiated:
         return
     body = op.loop.jaxpr
     stacks = (str(equation.source_info.name_stack) for equation in _programs.equations(body))
     is_backward = any(_programs.phase_of(stack) == _programs.BACKWARD for stack in stacks)
-    if is_backward and not audit.flow.labels(_dataflow.Update, *body.outvars):
-        audit.collected[REDUCTION_PER_MICROBATCH].append(op.loop.length)
+    if is_backward and not op.audit.flow.labels(_dataflow.Update, *body.outvars):
+        op.audit.collected[REDUCTION_PER_MICROBATCH].append(op.loop.length)
 
 
-@REDUCTION_PER_MICROBATCH.on_compiled
-def check_microbatches(program: CompiledProgram, audit: _auditor.Auditor) -> Iterator[Finding]:
+@REDUCTION_PER_MICROBATCH.on(_checks.COMPILED)
+def check_microbatches(program: Compilation, audit: _auditor.Auditor) -> Iterator[Finding]:
     """Reports sums of gradients in a loop over microbatches."""
     lengths = audit.collected[REDUCTION_PER_MICROBATCH]
     gradients = _large(program, _hlo_collectives.WEIGHT_GRADIENT)
@@ -376,9 +377,9 @@ def check_microbatches(program: CompiledProgram, audit: _auditor.Auditor) -> Ite
         yield _whole(REDUCTION_PER_MICROBATCH, rows, message, fix)
 
 
-def _fsdp_axes(program: CompiledProgram, audit: _auditor.Auditor) -> set[str]:
+def _fsdp_axes(program: Compilation, audit: _auditor.Auditor) -> set[str]:
     """Returns the mesh axes that split both parameters and the first dimension of the batch."""
-    traced = audit.collected[_trace.Traced][-1]
+    traced = audit.traced
     of_weights, of_batch, batch = set[str](), set[str](), set[_programs.Atom]()
     weights = traced.may_be_weights()
     rows = zip(traced.variables, program.compiled.shardings, weights, strict=True)
@@ -406,7 +407,7 @@ def _half_dtype(rows: Iterable[CollectiveRow]) -> str:
 
 
 def _large(
-    program: CompiledProgram, content: str = "", operation: str = "", at_least: int = _SMALL
+    program: Compilation, content: str = "", operation: str = "", at_least: int = _SMALL
 ) -> list[CollectiveRow]:
     """Returns the collectives whose arrays have a least number of bytes.
 
@@ -417,7 +418,7 @@ def _large(
     """
     return [
         row
-        for row in program.rows.collectives
+        for row in program.collectives
         if content in ("", row.content) and operation in ("", row.operation)
         if row.bytes >= at_least * row.count
     ]

@@ -7,8 +7,8 @@ import math
 from collections.abc import Iterator
 
 from jaxmp import _core, _programs
+from jaxmp._tools.audit import _checks
 from jaxmp._tools.audit._auditor import Auditor
-from jaxmp._tools.audit._check_compiled import CompiledProgram
 from jaxmp._tools.audit._checks import LAYOUT, NOTE, Check, OpOccurrence, dtype_of
 from jaxmp._tools.audit._dataflow import From
 from jaxmp._tools.audit._hlo import Instruction, Program, Step
@@ -16,7 +16,8 @@ from jaxmp._tools.audit._hlo_kernels import accessed, kernels, results, written
 from jaxmp._tools.audit._hlo_matmuls import is_matmul, parts
 from jaxmp._tools.audit._hlo_stats import fused_attention, source_of
 from jaxmp._tools.audit._labels import Fact
-from jaxmp._tools.audit._rows import Finding
+from jaxmp._tools.audit._origins import fix_wide
+from jaxmp._tools.audit._rows import Compilation, Finding
 from jaxmp._tools.report._section import bytes_text, counted, share_text
 from jaxmp.losses._linear import chunk_rows
 
@@ -53,13 +54,13 @@ _LEAST_CLASSES = 1024
 Note = tuple[Check, str, list[tuple[int, Instruction]]]
 
 
-@SPLIT_ATTENTION.on_compiled
-def note_copies(program: CompiledProgram, _: Auditor) -> Iterator[Finding]:
+@SPLIT_ATTENTION.on(_checks.COMPILED)
+def note_copies(program: Compilation, _: Auditor) -> Iterator[Finding]:
     """Reports the largest avoidable copies of a program for a GPU, the largest first."""
-    hlo, chip = program.rows.origins.program, program.compiled.chip
+    hlo, chip = program.origins.program, program.compiled.chip
     run = list(kernels(hlo)) if chip.platform == "gpu" else []
     total = sum(step.times * accessed(hlo, step) for step in run)
-    free = chip.usable - program.rows.memory.required
+    free = chip.usable - program.memory.required
     notes = [_copies(hlo, run), _residuals(hlo, run), _repetitions(hlo, run, free)]
     notes += _losses(hlo, run, chip)
     size_of = lambda note: sum(size for size, _ in note[2])
@@ -67,7 +68,7 @@ def note_copies(program: CompiledProgram, _: Auditor) -> Iterator[Finding]:
         (check, text, sizes), saved = note, size_of(note)
         if saved >= max(_LEAST_SHARE * total, 1):
             text += f" {bytes_text(saved)}, {share_text(saved, total)} of the bytes that all"
-            place = program.rows.origins.of(max(sizes, key=lambda pair: pair[0])[1])
+            place = program.origins.of(max(sizes, key=lambda pair: pair[0])[1])
             del place["phase"]
             yield check.finding(f"{text} kernels move.", count=len(sizes), **place)
 
@@ -232,21 +233,21 @@ class TableRows(Fact):
 
 
 @WIDE_GATHER.on_operation("gather")
-def label_rows(op: OpOccurrence, audit: Auditor) -> TableRows | None:
+def label_rows(op: OpOccurrence) -> TableRows | None:
     """Labels rows of an FP32 argument."""
     table = op.operands[0]
-    is_argument = bool(audit.flow.labels(From, table))
+    is_argument = bool(op.labels(From, table))
     is_lookup = dtype_of(table) == _core.FLOAT32 and is_argument and op.location.differentiated
-    return TableRows(op) if is_lookup and op.is_forward else None
+    return TableRows(op) if is_lookup else None
 
 
 @WIDE_GATHER.on_operation("convert_element_type")
-def check_cast(op: OpOccurrence, audit: Auditor) -> None:
+def check_cast(op: OpOccurrence) -> None:
     """Reports looked-up rows that are cast to 16 bits, if to cast the table moves fewer bytes."""
     dtype, result = op.rounded, op.result
     if dtype is None:
         return
-    for label in audit.flow.labels(TableRows, *op.operands):
+    for label in op.labels(TableRows):
         table = label.op.operands[0].aval
         # The lookup reads and writes FP32 or 16 bits; the cast reads FP32 and writes 16 bits.
         after = 14 * math.prod(result.aval.shape)
@@ -254,7 +255,8 @@ def check_cast(op: OpOccurrence, audit: Auditor) -> None:
         if before < after:
             message = f"the lookup moves {bytes_text(after)} in FP32 and casts the rows to"
             message += f" {dtype.name}; to cast the table first moves {bytes_text(before)}."
-            code = f"x = table.astype(jnp.{dtype.name})[tokens]"
-            code = code if label.op.is_own_call else f"dtype=jnp.{dtype.name}"
-            fix = f"Cast the table before the lookup:\n    {code}"
-            audit.add(WIDE_GATHER, label.op, message, fix)
+            sentence = "Cast the table before the lookup"
+            fix = fix_wide(sentence, label.op, [0], dtype.name)
+            if "\n" not in fix and not label.op.is_own_call:  # a layer
+                fix = f"{sentence}:\n    dtype=jnp.{dtype.name}"
+            label.op.add(WIDE_GATHER, message, fix)

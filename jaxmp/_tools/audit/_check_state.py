@@ -19,10 +19,10 @@ from jaxmp._tools.audit import (
     _dataflow,
     _labels,
     _origins,
+    _trace,
 )
 from jaxmp._tools.audit._dataflow import From, Power, Update
 from jaxmp._tools.audit._rows import Finding
-from jaxmp._tools.audit._trace import Traced
 from jaxmp._tools.fixes import _rewrite
 from jaxmp._tools.report import _section
 from jaxmp.optim import _moments, _roles, _rounding
@@ -96,8 +96,9 @@ _TEXTS = {
 _OF_FLAX = frozenset(("kernel", "bias", "scale", "embedding"))
 
 
-def label_arguments(audit: _auditor.Auditor, traced: Traced) -> None:
+def label_arguments(audit: _auditor.Auditor) -> None:
     """Labels the arguments before the walk, so that updates of them are known."""
+    traced = audit.traced
     for label, var in traced.inputs():
         audit.flow.mark(var, label)
     # Under `vmap`, a loss scale is an array.
@@ -122,16 +123,16 @@ def label_arguments(audit: _auditor.Auditor, traced: Traced) -> None:
 # ---------------------------------------------------------------------------
 
 
-@OPTIMIZER_STATE_16BIT.on_program
-def check_optimizer_state(audit: _auditor.Auditor, traced: Traced) -> Iterator[Finding]:
+@OPTIMIZER_STATE_16BIT.on(_checks.PROGRAM)
+def check_optimizer_state(audit: _auditor.Auditor) -> Iterator[Finding]:
     """Reports 16-bit leaves of optimizer states, and moments that are written by hand."""
-    step, kept = step_of(audit, traced), _moments_by_choice(traced)
+    step, kept = step_of(audit), _moments_by_choice(audit.traced)
     is_injected = lambda number: step.leaves[number].field == "hyperparams"
     is_average = lambda number: step.leaves[number].role == _roles.AVERAGE
     numbers = (n for n in step.avals if step.in_optimizer[n] and n not in kept)
-    numbers = (n for n in numbers if step.avals[n].dtype in _core.FLOATS_16BIT)
+    numbers = filter(step.is_16bit, numbers)
     # A schedule, or the step itself, may replace a hyperparameter.
-    returned = {label.number for label in audit.flow.labels(From, *traced.jaxpr.outvars)}
+    returned = {label.number for label in audit.flow.labels(From, *audit.results)}
     numbers = (n for n in numbers if n in returned or not is_injected(n))
     key_of = lambda n: (step.avals[n].dtype.name, is_average(n), is_injected(n))
     states = _section.grouped(numbers, key_of)
@@ -141,15 +142,15 @@ def check_optimizer_state(audit: _auditor.Auditor, traced: Traced) -> Iterator[F
         yield from _check_moments(step)
 
 
-@UNUSED_LOSS_SCALE.on_program
-def check_unused_scale(audit: _auditor.Auditor, traced: Traced) -> Iterator[Finding]:
+@UNUSED_LOSS_SCALE.on(_checks.PROGRAM)
+def check_unused_scale(audit: _auditor.Auditor) -> Iterator[Finding]:
     """Reports loss scales that the backward pass does not depend on."""
-    for location, var in traced.dynamic_scales() if audit.has_backward else ():
+    for location, var in audit.traced.dynamic_scales() if audit.has_backward else ():
         if not audit.flow.scaled_by.isdisjoint(_dataflow.powers_of(audit.flow.of(var))):
             continue
         message = f"the dynamic loss scale at {location} is not applied to the loss, so small"
         message += " float16 gradients underflow."
-        yield UNUSED_LOSS_SCALE.finding(message, _FIX_NNX * bool(traced.nnx_objects))
+        yield UNUSED_LOSS_SCALE.finding(message, _FIX_NNX * bool(audit.traced.nnx_objects))
 
 
 def _optimizer_state_finding(
@@ -176,7 +177,7 @@ def _optimizer_state_finding(
     return OPTIMIZER_STATE_16BIT.finding(*texts, op, severity=severity, count=len(numbers))
 
 
-def _moments_by_choice(traced: Traced) -> set[int]:
+def _moments_by_choice(traced: _trace.Traced) -> set[int]:
     """Returns the numbers of the arguments that `moment_dtype` stores in 16 bits."""
     is_chosen = lambda node: isinstance(node, _moments.MomentState)
     nodes = jtu.tree_leaves(traced.arguments, is_leaf=is_chosen)
@@ -192,30 +193,33 @@ def _moments_by_choice(traced: Traced) -> set[int]:
 class _Step:
     """The arguments that a program updates."""
 
-    def __init__(self, audit: _auditor.Auditor, traced: Traced) -> None:
-        self.audit, self.flow = audit, audit.flow
+    def __init__(self, audit: _auditor.Auditor) -> None:
+        self.flow, traced = audit.flow, audit.traced
         self.leaves, self.locations = traced.leaves, traced.texts()
         self.in_optimizer = traced.in_optimizer()
         # Number of an argument -> its updates among the results.
         self.updates: dict[int, list[Update]] = {}
-        for var in traced.jaxpr.outvars:
+        for var in audit.results:
             for label in self.flow.labels(Update, var):
                 argument = traced.variables[label.number].aval
                 if (argument.shape, argument.dtype) == (var.aval.shape, _checks.dtype_of(var)):
                     self.updates.setdefault(label.number, []).append(label)
         self.avals = {n: var.aval for n, var in enumerate(traced.variables)}
-        self.dtypes = {n: self.avals[n].dtype for n in self.updates}
         # Numbers of the arguments that are updated with gradients; none if nothing is trained.
         self.learned = {n for n, row in self.updates.items() if any(x.has_gradient for x in row)}
 
     @property
     def trains_fp32(self) -> bool:
         """True if gradients update FP32 arguments only, apart from the optimizer's state."""
-        dtypes = {self.dtypes[n] for n in self.learned if not self.in_optimizer[n]}
-        return bool(dtypes) and not any(map(_core.is_16bit, dtypes))
+        learned = [n for n in self.learned if not self.in_optimizer[n]]
+        return bool(learned) and not any(map(self.is_16bit, learned))
+
+    def is_16bit(self, number: int) -> bool:
+        """Returns True for an argument in 16 bits."""
+        return self.avals[number].dtype in _core.FLOATS_16BIT
 
     def _first_16bit(self) -> list[Update]:
-        return [row[0] for n, row in self.updates.items() if _core.is_16bit(self.dtypes[n])]
+        return [row[0] for n, row in self.updates.items() if self.is_16bit(n)]
 
     def updates_16bit(self) -> list[Update]:
         """Returns the first update of each 16-bit argument of a training step."""
@@ -246,17 +250,16 @@ class _Step:
 
     def is_average(self, update: Update) -> bool:
         """Returns True for an average of parameters, such as an EMA."""
-        is_16bit = lambda n: _core.is_16bit(self.avals[n].dtype)
         shapes_of = lambda numbers: {self.avals[n].shape for n in numbers}
         is_added = lambda update: update.factor == _dataflow.PLUS and update.has_gradient
         masters = {n for n, row in self.updates.items() if any(map(is_added, row))}
-        masters -= set(filter(is_16bit, masters))
+        masters -= set(filter(self.is_16bit, masters))
         # A parameter of the last step, which a master in the state replaces.
         packed = [n for n, leaf in enumerate(self.leaves) if leaf.role == _roles.REMAINDER]
         shapes = shapes_of((*masters, *packed))
-        stored = set(filter(is_16bit, self.flow.differentiated))
-        stored = {n for n in stored if self.avals[n].shape in shapes}
-        trained = masters | stored | (self.flow.differentiated & self.learned)
+        stored = filter(self.is_16bit, self.flow.differentiated)
+        trained = masters.union(n for n in stored if self.avals[n].shape in shapes)
+        trained |= self.flow.differentiated & self.learned
         # A parameter of which a small part is subtracted (weight decay) is not an average.
         is_parameter = update.factor == _dataflow.PLUS and update.number in self.flow.differentiated
         # New parameters with packed masters are bits, which have no summands.
@@ -282,8 +285,8 @@ class _Step:
           fix: the remedy, with the same names; "" for code that makes the first one in FP32.
           **fields: other fields of the finding.
         """
-        for dtype in sorted({self.dtypes[update.number].name for update in updates}):
-            own = [update for update in updates if self.dtypes[update.number].name == dtype]
+        dtype_of = lambda update: self.avals[update.number].dtype.name
+        for dtype, own in sorted(_section.grouped(updates, dtype_of).items()):
             message = f"arguments in {dtype}, such as {self.locations[own[0].number]}, {text}."
             texts = _fill(message, dtype), _fill(fix or self.fix(updates[0]), dtype)
             yield check.finding(*texts, own[0].op, count=len(own), **fields)
@@ -300,17 +303,15 @@ class _Step:
         (result,) = update.op.equation.outvars
         for reader in (update.op.equation, *update.op.body.readers(result)):
             cast = update.op.sibling(reader)
-            is_cast = reader.primitive.name == "convert_element_type"
-            is_rounding = is_cast and _core.is_16bit(cast.dtype)
-            code = _rewrite.in_fp32(cast.expression) if is_rounding else ""
+            code = _rewrite.in_fp32(cast.expression) if cast.rounded is not None else ""
             fix = "\n".join([fix, *_origins.without_rounding(cast, code)])
         return fix
 
 
-def step_of(audit: _auditor.Auditor, traced: Traced) -> _Step:
+def step_of(audit: _auditor.Auditor) -> _Step:
     """Returns the step of an audit, which is made once."""
     if not audit.collected[_Step]:
-        audit.collected[_Step].append(_Step(audit, traced))
+        audit.collected[_Step].append(_Step(audit))
     return audit.collected[_Step][0]
 
 
@@ -328,18 +329,18 @@ def is_compensated(addition: _programs.Equation, body: _programs.Body) -> bool:
     return any(total in pair and not operands.isdisjoint(pair) for pair in differences)
 
 
-@_check_matmuls.IMPLICIT_PROMOTION.on_program
-def report_results(audit: _auditor.Auditor, traced: Traced) -> None:
+@_check_matmuls.IMPLICIT_PROMOTION.on(_checks.PROGRAM)
+def report_results(audit: _auditor.Auditor) -> None:
     """Reports promotions of returned values. A softmax, a choice or a loss reads FP32.
 
     The FP32 state of a training step, such as an average, is meant to be wide.
     """
-    step = step_of(audit, traced)
+    step = step_of(audit)
 
     def is_state(var: _programs.Atom) -> bool:
         return any(label.number in step.updates for label in audit.flow.labels(Update, var))
 
-    results = [var for var in traced.jaxpr.outvars if not (step.learned and is_state(var))]
+    results = [var for var in audit.results if not (step.learned and is_state(var))]
     labels = audit.flow.labels(_check_matmuls.PromotedValue, *results)
     for label in sorted(labels, key=lambda label: label.number):
         use = audit.use_of(label.op.result)
@@ -347,10 +348,10 @@ def report_results(audit: _auditor.Auditor, traced: Traced) -> None:
             label.report(", and the program returns the wide result")
 
 
-@MISSING_MASTER.on_program
-def check_masters(audit: _auditor.Auditor, traced: Traced) -> Iterator[Finding]:
+@MISSING_MASTER.on(_checks.PROGRAM)
+def check_masters(audit: _auditor.Auditor) -> Iterator[Finding]:
     """Reports 16-bit parameters that are updated in 16 bits."""
-    step = step_of(audit, traced)
+    step = step_of(audit)
     updates = list(filter(step.is_parameter, step.updates_16bit()))
     recipe = audit.context.recipe
     severity = _checks.WARNING if recipe is not None and recipe.master == "none" else _checks.ERROR
@@ -365,14 +366,14 @@ def check_masters(audit: _auditor.Auditor, traced: Traced) -> Iterator[Finding]:
     yield from step.findings(MISSING_MASTER, updates, text, fix, severity=severity)
 
 
-@MISSING_MASTER.on_program
-def check_rounded_masters(audit: _auditor.Auditor, traced: Traced) -> Iterator[Finding]:
+@MISSING_MASTER.on(_checks.PROGRAM)
+def check_rounded_masters(audit: _auditor.Auditor) -> Iterator[Finding]:
     """Reports FP32 parameters whose new values the step rounds to 16 bits."""
-    step = step_of(audit, traced)
-    for var in traced.jaxpr.outvars:
+    step = step_of(audit)
+    for var in audit.results:
         labels = audit.flow.labels(Update, var) if _checks.dtype_of(var) == _core.FLOAT32 else ()
         numbers = {x.number for x in labels if x.number in step.updates and x.has_gradient}
-        maker = traced.maker_of(var, audit.findings) if numbers and var.aval.size > 1 else None
+        maker = audit.maker_of(var) if numbers and var.aval.size > 1 else None
         sources = [] if maker is None else [maker.equation.outvars[0], *maker.equation.invars]
         dtype = _checks.half_of([*sources, *(x.op.result for x in labels)])
         if maker is not None and maker.name == "reduce_precision":
@@ -384,13 +385,13 @@ def check_rounded_masters(audit: _auditor.Auditor, traced: Traced) -> Iterator[F
             yield MISSING_MASTER.finding(_fill(message, dtype.name), fix, maker)
 
 
-@_check_ops.ACCUMULATOR_16BIT.on_program
-def check_accumulators(audit: _auditor.Auditor, traced: Traced) -> Iterator[Finding]:
+@_check_ops.ACCUMULATOR_16BIT.on(_checks.PROGRAM)
+def check_accumulators(audit: _auditor.Auditor) -> Iterator[Finding]:
     """Reports 16-bit sums of gradients and averages of parameters over steps."""
-    step = step_of(audit, traced)
+    step = step_of(audit)
     updates = step.updates_16bit()
-    sums = [u for u in updates if step.is_gradient_sum(u) and u.factor == _dataflow.PLUS]
-    sums = [update for update in sums if not step.in_optimizer[update.number]]
+    added = [u for u in updates if u.factor == _dataflow.PLUS and not step.in_optimizer[u.number]]
+    sums = list(filter(step.is_gradient_sum, added))
     text = "accumulate gradients: a sum of ones stops at {limit}"
     yield from step.findings(_check_ops.ACCUMULATOR_16BIT, sums, text)
     averages = list(filter(step.is_average, updates))
@@ -406,41 +407,41 @@ def _check_moments(step: _Step) -> Iterator[Finding]:
     yield from step.findings(OPTIMIZER_STATE_16BIT, moments, text)
 
 
-@MISSING_LOSS_SCALE.on_program
-def check_missing_scale(audit: _auditor.Auditor, traced: Traced) -> Iterable[Finding]:
+@MISSING_LOSS_SCALE.on(_checks.PROGRAM)
+def check_missing_scale(audit: _auditor.Auditor) -> Iterable[Finding]:
     """Reports a backward pass in float16 whose cotangents are not scaled."""
-    op, step = audit.float16_backward, step_of(audit, traced)
+    op, step = audit.float16_backward, step_of(audit)
     is_scaled = bool(audit.flow.scaled_by) or audit.flow.has_scale
     # A dynamic scale is reported as an unused one.
-    if op is None or not step.learned or is_scaled or traced.dynamic_scales():
+    if op is None or not step.learned or is_scaled or audit.traced.dynamic_scales():
         return
     message = "the backward pass multiplies in float16 without a loss scale: gradients below 6e-8"
     fix = "grads = jaxmp.grad(loss_fn, loss_scale=jaxmp.StaticLossScale(2.0**12))(params)"
     fix = "" if any(step.in_optimizer) else fix
-    if traced.nnx_objects:
+    if audit.traced.nnx_objects:
         fix = f"tx = jaxmp.load_recipe('fp16').optimizer(tx)\n{_FIX_NNX}"
     yield MISSING_LOSS_SCALE.finding(f"{message} become zero.", fix, op)
 
 
-@MISSING_LOSS_SCALE.on_operation("mul", "div", "neg", *_checks.LAYOUT, *_programs.MATMULS)
-def collect_inner_gradients(op: _checks.OpOccurrence, audit: _auditor.Auditor) -> None:
+@MISSING_LOSS_SCALE.on_operation(
+    *("mul", "div", "neg"), *_checks.LAYOUT, *_programs.MATMULS, passes=[_programs.BACKWARD]
+)
+def collect_inner_gradients(op: _checks.OpOccurrence) -> None:
     """Collects float16 matmuls, and loss scales, of gradients inside of a loss."""
-    if not op.is_backward:
-        return
     is_matmul = op.name in _programs.MATMULS
     is_float16 = is_matmul and _core.FLOAT16 in map(_checks.dtype_of, op.operands)
-    scales = (_dataflow.is_scale(op, var, audit.flow.of) for var in op.operands)
+    scales = (_dataflow.is_scale(op, var, op.audit.flow.of) for var in op.operands)
     is_scaled = not is_matmul and any(scales)
     if is_scaled or is_float16:
         chain = reversed([op.equation, *op.enclosing])
         stack = "/".join(str(equation.source_info.name_stack) for equation in chain)
         # The outer derivative is the first part of a name stack.
         if 0 <= stack.find("jvp(") < stack.find("transpose("):
-            audit.collected[MISSING_LOSS_SCALE].append((op, is_scaled))
+            op.audit.collected[MISSING_LOSS_SCALE].append((op, is_scaled))
 
 
-@MISSING_LOSS_SCALE.on_program
-def check_inner_gradients(audit: _auditor.Auditor, _: Traced) -> None:
+@MISSING_LOSS_SCALE.on(_checks.PROGRAM)
+def check_inner_gradients(audit: _auditor.Auditor) -> None:
     """Reports gradients inside of a loss, to which no loss scale is applied."""
     inner = audit.collected[MISSING_LOSS_SCALE]
     if inner and not any(is_scaled for _, is_scaled in inner):
@@ -448,4 +449,4 @@ def check_inner_gradients(audit: _auditor.Auditor, _: Traced) -> None:
         message += " own: elements below 6e-8 become zero."
         fix = "Scale the inner gradient, too, or compute it in FP32:\n"
         fix += "    grads = jaxmp.grad(fn, loss_scale=jaxmp.StaticLossScale(2.0**12))(x)"
-        audit.add(MISSING_LOSS_SCALE, inner[0][0], message, fix, severity=_checks.WARNING)
+        inner[0][0].add(MISSING_LOSS_SCALE, message, fix, severity=_checks.WARNING)

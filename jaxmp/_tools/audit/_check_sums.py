@@ -17,7 +17,6 @@ from jaxmp._tools.audit import _check_ops, _check_state, _checks, _dataflow, _la
 from jaxmp._tools.audit._auditor import Auditor
 from jaxmp._tools.audit._checks import OpOccurrence
 from jaxmp._tools.audit._rows import Finding
-from jaxmp._tools.audit._trace import Traced
 from jaxmp._tools.fixes import _rewrite
 from jaxmp._tools.report import _section
 
@@ -45,12 +44,12 @@ FIX_ACCUMULATOR = (
 # ---------------------------------------------------------------------------
 
 
-@_check_ops.REDUCTION_16BIT.on_16_bits
-def check_sum(op: OpOccurrence, dtype: np.dtype, audit: Auditor) -> None:
+@_check_ops.REDUCTION_16BIT.on(_checks.HALF)
+def check_sum(op: OpOccurrence, dtype: np.dtype) -> None:
     """Reports a reduction of many terms."""
     if op.name not in _check_ops.REDUCTIONS:
         return
-    terms = _terms(op, audit)
+    terms = _terms(op)
     if terms < _FEW_TERMS or _check_ops.counts_largest(op):
         return
     in_chunks = op.name in _IN_CHUNKS
@@ -60,40 +59,38 @@ def check_sum(op: OpOccurrence, dtype: np.dtype, audit: Auditor) -> None:
     is_backward = op.is_backward
     if not is_backward and op.name != "reduce_window_sum":
         fix = _origins.fix_operation(op, dtype.name)
-        audit.add(_check_ops.REDUCTION_16BIT, op, message, fix)
+        op.add(_check_ops.REDUCTION_16BIT, message, fix)
     elif rounding_error(terms, dtype, in_chunks=in_chunks) >= _NOTABLE:
         fix = ""
         if is_backward:
             message = f"in the gradient of a broadcast or of indexing, {message}"
-            code = f"grad = jaxmp.autocast(jax.grad(loss_fn), {audit.context.text})"
+            code = f"grad = jaxmp.autocast(jax.grad(loss_fn), {op.audit.context.text})"
             fix = f"Accumulate the gradient in FP32:\n    {code}"
-        audit.add(_check_ops.REDUCTION_16BIT, op, message, fix, severity=_checks.WARNING)
+        op.add(_check_ops.REDUCTION_16BIT, message, fix, severity=_checks.WARNING)
 
 
-@_check_ops.REDUCTION_16BIT.on_operation(*_programs.LOOPS)
-def check_loop(op: OpOccurrence, audit: Auditor) -> None:
+@_check_ops.REDUCTION_16BIT.on_operation(*_programs.LOOPS, passes=_checks.ALL_PASSES)
+def check_loop(op: OpOccurrence) -> None:
     """Reports a loop that adds to a 16-bit carry what does not depend on that carry.
 
     A residual stream, whose summand is computed from the carry itself, is not an accumulator.
     """
     body = _programs.Body(op.loop.jaxpr)
     for carry, linear in _linear_carries(op, None):
-        is_other = linear.is_scaled or _is_exact_count(op, carry, linear.addition)
+        is_other = linear.factor != 1 or _is_exact_count(op, carry, linear.addition)
         if not is_other and not _check_state.is_compensated(linear.addition, body):
-            _report_carry(op, carry, linear.addition, audit)
+            _report_carry(op, carry, linear.addition)
 
 
 def _is_exact_count(op: OpOccurrence, carry: _programs.Atom, addition: _programs.Equation) -> bool:
     """Returns True for a count in steps of an integer, of which each value has its own number."""
-    start, largest = _start_of(op, carry), 2 / float(jnp.finfo(_checks.dtype_of(carry)).eps)
-    made = op.made_by(start, _checks.LAYOUT - {"broadcast_in_dim"})
-    if made is not None and made.name == "broadcast_in_dim":
-        start = made.operands[0]
+    start = op.body.source_of(_start_of(op, carry), _checks.LAYOUT)
     first, numbers = _dataflow.number_of(start), map(_dataflow.number_of, addition.invars)
     step = next((number for number in numbers if number is not None), None)
     if first is None or step is None or op.loop.length is None:
         return False
     is_integer = first.is_integer() and step.is_integer()
+    largest = _checks.stagnation(_checks.dtype_of(carry))
     return is_integer and abs(first) + abs(step) * op.loop.length <= largest
 
 
@@ -103,23 +100,23 @@ def _start_of(op: OpOccurrence, carry: _programs.Atom) -> _programs.Atom:
 
 
 @_check_ops.ACCUMULATOR_16BIT.on_operation("add", "add_any")
-def check_terms(op: OpOccurrence, audit: Auditor) -> None:
+def check_terms(op: OpOccurrence) -> None:
     """Reports a sum of three or more 16-bit gradients without a loop."""
-    terms = audit.flow.labels(_dataflow.Terms, op.result) if _is_after_gradient(op) else ()
+    terms = op.labels(_dataflow.Terms, op.result) if _is_after_gradient(op) else ()
     if any(label.number > 2 for label in terms):
         message = f"gradients of several microbatches are summed in {op.dtype.name}."
         fix = _origins.fix_operation(op) or FIX_ACCUMULATOR
-        audit.add(_check_ops.ACCUMULATOR_16BIT, op, message, fix)
+        op.add(_check_ops.ACCUMULATOR_16BIT, message, fix)
 
 
-def _terms(op: OpOccurrence, audit: Auditor) -> int:
+def _terms(op: OpOccurrence) -> int:
     """Returns the largest number of elements that a reduction combines into one."""
     equation, operand = op.equation, op.operands[0].aval
     if op.name == "reduce_window_sum":
         return _programs.window_of(equation)
     if not op.name.startswith("scatter"):
         return math.prod(operand.shape[axis] for axis in _programs.axes_of(equation))
-    indices = audit.known.value(equation.invars[1])
+    indices = op.audit.known.value(equation.invars[1])
     if indices is not None and indices.size:
         rows = indices.reshape(-1, indices.shape[-1])
         return int(np.unique(rows, axis=0, return_counts=True)[1].max())
@@ -130,15 +127,13 @@ def _terms(op: OpOccurrence, audit: Auditor) -> int:
     return math.prod(equation.invars[1].aval.shape[:-1])
 
 
-def _report_carry(
-    op: OpOccurrence, carry: _programs.Atom, addition: _programs.Equation, audit: Auditor
-) -> None:
+def _report_carry(op: OpOccurrence, carry: _programs.Atom, addition: _programs.Equation) -> None:
     dtype, loop = _checks.dtype_of(carry), op.loop
     inner = op.in_body(addition)
     fix = fix_carry(op, carry, inner)
-    if _is_after_gradient(op) and _dataflow.GRADIENT in audit.flow.of(addition.outvars[0]):
+    if _is_after_gradient(op) and _dataflow.GRADIENT in op.audit.flow.of(addition.outvars[0]):
         message = f"a loop accumulates gradients in {dtype.name}."
-        audit.add(_check_ops.ACCUMULATOR_16BIT, inner, message, fix)
+        inner.add(_check_ops.ACCUMULATOR_16BIT, message, fix)
         return
     message = f"a loop adds terms in {dtype.name}."
     if loop.length is not None:
@@ -148,7 +143,7 @@ def _report_carry(
             return
         text = error_text(loop.length, dtype, in_chunks=False)
         message = f"a loop adds {loop.length:,} terms in {dtype.name} {text}."
-    audit.add(_check_ops.REDUCTION_16BIT, inner, message, fix)
+    inner.add(_check_ops.REDUCTION_16BIT, message, fix)
 
 
 def fix_carry(loop: OpOccurrence, carry: _programs.Atom, addition: OpOccurrence) -> str:
@@ -161,11 +156,17 @@ def fix_carry(loop: OpOccurrence, carry: _programs.Atom, addition: OpOccurrence)
 
     Returns:
       Sentences and code, or words alone if the code of the first value is not known, because it is
-      an argument, for example.
+      an argument or a gradient, for example.
     """
-    where = loop.where
-    text = f"Cast the first value of the carry to FP32 before the loop at {where}, which is"
-    text += f" {carry.aval.str_short()}, add in FP32, and cast the result after the loop."
+    where, array = loop.where, carry.aval.str_short()
+    if loop.is_backward:
+        text = f"The backward pass of the loop at {where} sums the gradient {array} of an array"
+        text += " that all iterations read, or of a running sum. Make that array or sum FP32, and"
+        return f"{text} cast it where the loop computes with it."
+    text = (
+        f"Cast the first value of the carry to FP32 before the loop at {where}, which is {array},"
+    )
+    text += " add in FP32, and cast the result after the loop."
     made = loop.made_by(_start_of(loop, carry), _checks.LAYOUT - {"broadcast_in_dim"})
     code = "" if made is None else _rewrite.in_fp32(made.expression)
     if made is None or not code:
@@ -194,16 +195,14 @@ def _is_after_gradient(op: OpOccurrence) -> bool:
 
 
 @_check_ops.ACCUMULATOR_16BIT.on_operation("add")
-def check_associative_scan(op: OpOccurrence, audit: Auditor) -> None:
+def check_associative_scan(op: OpOccurrence) -> None:
     """Reports `lax.associative_scan` with sums in 16 bits, which JAX traces as single additions."""
     dtype = _checks.half_of(op.equation.outvars)
-    if dtype is None or not op.is_forward:
-        return
-    if any(code.co_name == "associative_scan" for code in op.codes):
+    if dtype is not None and any(code.co_name == "associative_scan" for code in op.codes):
         message = f"an associative scan adds in {dtype.name}, in which a factor of 0.999 is 1."
         fix = f"Cast the {dtype.name} arrays to FP32 before `lax.associative_scan`, and its"
         fix += " results back after it."
-        audit.add(_check_ops.ACCUMULATOR_16BIT, op, message, fix)
+        op.add(_check_ops.ACCUMULATOR_16BIT, message, fix)
 
 
 _KEEPS = _checks.LAYOUT | _core.named(
@@ -215,24 +214,23 @@ _SUMS = _core.named("add add_any sub scatter-add scatter-sub")
 class _Linear(NamedTuple):
     """Value `factor * carry + increment`, where neither depends on a carry of the loop."""
 
-    # None if it is not a constant.
+    # None if it is not a constant, 1 for a running sum.
     factor: float | None = 1.0
-    is_scaled: bool = False
     # The last sum of the carry and an increment.
     addition: _programs.Equation | None = None
 
 
 @_check_ops.ACCUMULATOR_16BIT.on_operation(*_programs.LOOPS)
-def check_recurrence(op: OpOccurrence, audit: Auditor) -> None:
+def check_recurrence(op: OpOccurrence) -> None:
     """Reports a 16-bit carry that is scaled and added to in each step.
 
     The gates of an LSTM or GRU depend on a carry, and a residual stream adds a function of the
     carry; both are not linear recurrences. A sum without a factor is a running sum, which
     `reduction_16bit` reports.
     """
-    for carry, linear in _linear_carries(op, False) if op.is_forward else ():
-        if linear.is_scaled:
-            _report_recurrence(op, carry, linear, audit)
+    for carry, linear in _linear_carries(op, False):
+        if linear.factor != 1:
+            _report_recurrence(op, carry, linear)
 
 
 def _linear_carries(
@@ -279,21 +277,17 @@ def _linear_after(equation: _programs.Equation, facts: list[Any]) -> _Linear | L
     if name.startswith("scatter-") and not is_first:
         return False
     if name in _SUMS:
-        is_scaled = len(rows) > 1 or linear.is_scaled
-        return _Linear(linear.factor if len(rows) == 1 else None, is_scaled, equation)
+        return _Linear(linear.factor if len(rows) == 1 else None, equation)
     if len(rows) == 1 and (name == "mul" or (name == "div" and is_first)):
-        other = operands[1] if is_first else operands[0]
-        constant = _dataflow.number_of(other)
-        if constant is None or linear.factor is None or not constant:
-            return linear._replace(factor=None, is_scaled=True)
+        constant = _dataflow.number_of(operands[1] if is_first else operands[0])
+        if linear.factor is None or not constant:
+            return linear._replace(factor=None)
         factor = linear.factor * (constant if name == "mul" else 1 / constant)
-        return linear._replace(factor=factor, is_scaled=True)
+        return linear._replace(factor=factor)
     return False
 
 
-def _report_recurrence(
-    op: OpOccurrence, carry: _programs.Atom, linear: _Linear, audit: Auditor
-) -> None:
+def _report_recurrence(op: OpOccurrence, carry: _programs.Atom, linear: _Linear) -> None:
     dtype, length, factor = _checks.dtype_of(carry).name, op.loop.length, linear.factor
     terms = length or 2**31
     if factor is not None and abs(factor) < 1:
@@ -306,11 +300,11 @@ def _report_recurrence(
     assert linear.addition is not None
     inner = op.in_body(linear.addition)
     fix = fix_carry(op, carry, inner)
-    audit.add(_check_ops.ACCUMULATOR_16BIT, inner, f"{message} away.", fix)
+    inner.add(_check_ops.ACCUMULATOR_16BIT, f"{message} away.", fix)
 
 
 @_check_ops.ACCUMULATOR_16BIT.on_operation(*_programs.LOOPS)
-def check_small_steps(op: OpOccurrence, audit: Auditor) -> None:
+def check_small_steps(op: OpOccurrence) -> None:
     """Reports a 16-bit carry to which a loop adds small multiples of functions of that carry.
 
     Solvers of differential equations and samplers do so. With the unit roundoff `u`, `n` steps of
@@ -319,7 +313,7 @@ def check_small_steps(op: OpOccurrence, audit: Auditor) -> None:
     length, body = op.loop.length or _UNKNOWN_STEPS, _programs.Body(op.loop.jaxpr)
     for carry, result in zip(op.loop.incoming, op.loop.outgoing, strict=True):
         dtype = _checks.half_of([carry])
-        steps = [] if dtype is None or not op.is_forward else _steps_of(carry, result, body)
+        steps = [] if dtype is None else _steps_of(carry, result, body)
         factors = [abs(factor) for _, factor in steps if factor]
         if dtype is None or not factors or len(factors) < len(steps):
             continue
@@ -332,7 +326,7 @@ def check_small_steps(op: OpOccurrence, audit: Auditor) -> None:
         fix = f"Carry FP32 through the loop at {op.where}, and cast it where matmuls read it:\n"
         fix += "    carry = carry.astype(jnp.float32)  # before the loop\n"
         fix += f"    low = carry.astype(jnp.{dtype.name})  # in the loop"
-        audit.add(_check_ops.ACCUMULATOR_16BIT, op.in_body(steps[-1][0]), message, fix)
+        op.in_body(steps[-1][0]).add(_check_ops.ACCUMULATOR_16BIT, message, fix)
 
 
 def _steps_of(
@@ -373,12 +367,14 @@ def _steps_of(
 _CHANGES = _core.named("mul div add sub max min clamp")
 
 
-@_check_ops.ACCUMULATOR_16BIT.on_program
-def check_running_state(audit: Auditor, traced: Traced) -> Iterator[Finding]:
+@_check_ops.ACCUMULATOR_16BIT.on(_checks.PROGRAM)
+def check_running_state(audit: Auditor) -> Iterator[Finding]:
     """Reports sums, counters, statistics and other averages that a step updates in 16 bits."""
-    step = _check_state.step_of(audit, traced)
+    step = _check_state.step_of(audit)
     # The keys of the results below the position in a tuple.
-    returned = {jtu.keystr(path[n:]) for path, _ in traced.results for n in (0, 1) if path[n:]}
+    returned = {
+        jtu.keystr(path[n:]) for path, _ in audit.traced.results for n in (0, 1) if path[n:]
+    }
     key_of = lambda update: (update.op.line, update.factor)
     for (_, factor), updates in _section.grouped(step.state_16bit(returned), key_of).items():
         text = "are updated in 16 bits: changes below {least} of a value are rounded away"
@@ -413,24 +409,24 @@ class ChangedCopy(_labels.ConditionalFinding):
 
 
 @_check_state.MISSING_MASTER.on_operation("convert_element_type")
-def label_copy(op: OpOccurrence, audit: Auditor) -> None:
+def label_copy(op: OpOccurrence) -> None:
     """Labels the cast of an updated FP32 argument to 16 bits."""
     (operand,) = op.operands
     is_copy = op.rounded is not None and operand.aval.size > 1
-    for label in audit.flow.labels(_dataflow.Update, operand) if is_copy else ():
+    for label in op.labels(_dataflow.Update, operand) if is_copy else ():
         if label.has_gradient:
-            audit.flow.mark(op.result, StateCopy(label.number, op))
+            op.mark(StateCopy(label.number, op))
 
 
 @_check_state.MISSING_MASTER.on_operation(*_CHANGES)
-def label_change(op: OpOccurrence, audit: Auditor) -> ChangedCopy | None:
+def label_change(op: OpOccurrence) -> ChangedCopy | None:
     """Labels the result of an operation on a copy."""
-    copies = audit.flow.labels(StateCopy, *op.operands)
+    copies = op.labels(StateCopy)
     dtype = _checks.half_of(op.equation.outvars)
     if not copies or dtype is None or op.location.differentiated:
         return None
     # A sum with another argument is an average.
-    if len({x.number for x in (*copies, *audit.flow.labels(_dataflow.From, *op.operands))}) > 1:
+    if len({x.number for x in (*copies, *op.labels(_dataflow.From))}) > 1:
         return None
     message = f"copies of parameters are changed in {dtype.name} after the FP32 masters are cast"
     fix = f"Change the FP32 masters instead, before {copies[0].op.where}:\n"
@@ -438,9 +434,10 @@ def label_change(op: OpOccurrence, audit: Auditor) -> ChangedCopy | None:
     return ChangedCopy(op, message, fix)
 
 
-@_check_state.MISSING_MASTER.on_program
-def report_changes(audit: Auditor, traced: Traced) -> None:
+@_check_state.MISSING_MASTER.on(_checks.PROGRAM)
+def report_changes(audit: Auditor) -> None:
     """Reports changed copies that the step returns in place of its 16-bit parameters."""
+    traced = audit.traced
     variables = [v for v in traced.variables if v.aval.size > 1 and _checks.half_of([v])]
     shapes = {(v.aval.shape, _checks.dtype_of(v)) for v in variables}
 
@@ -448,7 +445,7 @@ def report_changes(audit: Auditor, traced: Traced) -> None:
         sums = [x for x in audit.flow.of(var) if isinstance(x, (_dataflow.From, _dataflow.Update))]
         return any(_core.is_16bit(_checks.dtype_of(traced.variables[x.number])) for x in sums)
 
-    outs = [v for v in traced.jaxpr.outvars if (v.aval.shape, _checks.dtype_of(v)) in shapes]
+    outs = [v for v in audit.results if (v.aval.shape, _checks.dtype_of(v)) in shapes]
     results = [v for v in outs if _programs.is_literal(v) or not is_average(v)]
     audit.report(ChangedCopy, results, ", so that the masters do not have the change")
 
@@ -478,20 +475,16 @@ def rounding_error(terms: int, dtype: np.dtype, *, in_chunks: bool) -> float:
     """
     unit = float(jnp.finfo(dtype).eps) / 2
     if not in_chunks:
-        return 1.0 if terms >= stagnation(dtype) else math.sqrt(terms) * unit
+        return 1.0 if terms >= _checks.stagnation(dtype) else math.sqrt(terms) * unit
     levels = math.ceil(math.log(max(terms, 2), _CHUNK))
     return min(1.0, math.sqrt(min(terms, _CHUNK * levels)) * unit)
-
-
-def stagnation(dtype: np.dtype) -> int:
-    """Returns the number of equal terms after which a sequential sum stops growing."""
-    return round(2 / float(jnp.finfo(dtype).eps))
 
 
 def error_text(terms: int, dtype: np.dtype, *, in_chunks: bool) -> str:
     """Returns the estimate as a part of a sentence."""
     error = rounding_error(terms, dtype, in_chunks=in_chunks)
     if error == 1:
-        return f"one after another: a sum of equal terms stops growing at {stagnation(dtype):,}"
+        limit = _checks.stagnation(dtype)
+        return f"one after another: a sum of equal terms stops growing at {limit:,}"
     text = f"with an error of up to about {error:.1%} of the sum of absolute values"
     return text if in_chunks else f"one after another, {text}"

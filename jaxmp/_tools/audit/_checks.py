@@ -7,8 +7,9 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from types import CodeType
-from typing import Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
+import jax.numpy as jnp
 import numpy as np
 
 from jaxmp import _core, _programs
@@ -19,7 +20,12 @@ from jaxmp._tools.audit._rows import WARNING as WARNING
 from jaxmp._tools.audit._rows import Finding
 from jaxmp._tools.fixes import _source
 
+if TYPE_CHECKING:
+    from jaxmp._tools.audit._auditor import Auditor
+    from jaxmp._tools.audit._labels import ConditionalFinding
+
 Function = TypeVar("Function", bound=Callable[..., Any])
+Label = TypeVar("Label")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -65,41 +71,36 @@ class Check:
         fields = {"severity": self.severity, "file": file, "line": line} | fields
         return Finding(check=self.id, message=message, fix=fix or self.fix, **fields)
 
-    def on_operation(self, *primitives: str) -> Callable[[Function], Function]:
-        """Registers a function `(op, audit) -> label or None` for some primitives.
+    def on_operation(
+        self, *primitives: str, passes: Iterable[str] = (_programs.FORWARD,)
+    ) -> Callable[[Function], Function]:
+        """Registers a function `(op) -> label or None` for some primitives and passes.
 
         Its operands and results already have their other labels, and the operations inside of it
         were visited.
         """
-        return _registration([ON_OPERATION[name] for name in primitives])
+        return _registration([ON[name, phase] for name in primitives for phase in passes])
 
-    def on_16_bits(self, function: Function) -> Function:
-        """Registers a function `(op, dtype, audit) -> label or None`."""
-        return _registration([ON_16_BITS])(function)
+    def on(self, event: str) -> Callable[[Function], Function]:
+        """Registers a function for an event.
 
-    def on_matmul(self, function: Function) -> Function:
-        """Registers a function `(op, matmul, flops, audit) -> None`."""
-        return _registration([ON_MATMUL])(function)
-
-    def on_program(self, function: Function) -> Function:
-        """Registers a function `(audit, traced) -> findings or None`."""
-        return _registration([ON_PROGRAM])(function)
-
-    def on_compiled(self, function: Function) -> Function:
-        """Registers a function `(program, audit) -> findings`."""
-        return _registration([ON_COMPILED])(function)
+        Args:
+          event: `HALF` for a function `(op, dtype) -> label or None`, `MATMUL` for one
+            `(op, matmul, flops) -> None`, `PROGRAM` for `(audit) -> findings or None`, and
+            `COMPILED` for `(program, audit) -> findings`.
+        """
+        return _registration([ON[event]])
 
 
 # Id -> check, in the order of the imports in `_audit.py`. Findings of one severity are sorted by
 # it, except for notes.
 CHECKS: dict[str, Check] = {}
 
-# Primitive -> functions.
-ON_OPERATION: defaultdict[str, list[Callable[..., Any]]] = defaultdict(list)
-ON_16_BITS: list[Callable[..., Any]] = []
-ON_MATMUL: list[Callable[..., Any]] = []
-ON_PROGRAM: list[Callable[..., Any]] = []
-ON_COMPILED: list[Callable[..., Any]] = []
+# (Primitive, pass), or another event -> functions.
+ON: defaultdict[Any, list[Callable[..., Any]]] = defaultdict(list)
+HALF, MATMUL, PROGRAM, COMPILED = "16 bits", "matmul", "program", "compiled program"
+ALL_PASSES = _programs.FORWARD, _programs.RECOMPUTE, _programs.BACKWARD
+NOT_BACKWARD = ALL_PASSES[:2]
 
 
 def _registration(lists: list[list[Callable[..., Any]]]) -> Callable[[Function], Function]:
@@ -129,69 +130,32 @@ class PendingFinding:
     # that were computed from gradients. Such an operation belongs to the optimizer if a parameter
     # or the optimizer's state is computed from its result.
     after_gradient: list[_programs.Atom] = dataclasses.field(default_factory=list)
-    # FLOPs of the matmuls that a promotion makes wide, and whether it has another consequence.
-    harmed_flops: int = 0
-    has_other_harm: bool = False
-
-    def add_harm(self, flops: int | None) -> None:
-        """Counts a consequence: a matmul of that many FLOPs, or (None) of another type."""
-        self.harmed_flops += flops or 0
-        self.has_other_harm |= flops is None
+    # FLOPs of the matmuls that it makes wide or larger; infinity for another consequence.
+    harmed_flops: float = 0
 
 
 class PendingFindings:
-    """Findings of the walk, one for each check, module and source line."""
+    """Findings of the walk, one for each check, module and source line.
 
-    def __init__(self, is_after_gradient: Callable[[OpOccurrence], bool]) -> None:
-        self._is_after_gradient = is_after_gradient
-        self._by_key: dict[tuple[object, ...], PendingFinding] = {}
+    Args:
+      audit: the audit; None if only the expressions of operations are required.
+    """
+
+    def __init__(self, audit: Auditor | None) -> None:
+        self.audit: Any = audit
+        self.by_key: dict[tuple[object, ...], PendingFinding] = {}
         self.lines = _programs.Lines()
         # Replacements of expressions that fixes may contain.
         self.edits: list[_source.Edit] = []
         # False if no fixes are required.
         self.reads_source = True
 
-    def add(
-        self,
-        check: Check,
-        op: OpOccurrence,
-        message: str,
-        fix: str = "",
-        *,
-        severity: str = "",
-        flops: int = 0,
-    ) -> PendingFinding:
-        """Counts one operation.
-
-        Args:
-          check: the check.
-          op: the operation.
-          message: the defect and its consequence.
-          fix: the remedy; "" for that of the check.
-          severity: "error" or "warning"; "" for that of the check.
-          flops: FLOPs of the operation, if it is a matmul.
-
-        Returns:
-          The finding that the operation is counted in.
-        """
-        severity = severity or check.severity
-        is_after = self._is_after_gradient(op)
-        key = check.id, severity, op.location.names, op.line, is_after
-        finding = self._by_key.get(key)
-        if finding is None:
-            finding = PendingFinding(check, severity, op, message, fix or check.fix)
-            self._by_key[key] = finding
-        elif fix and fix not in finding.fix and op.is_forward:
-            # Another expression of the line.
-            finding.fix = _source.both(finding.fix, fix)
-        finding.after_gradient += op.equation.outvars if is_after else ()
-        finding.count += 1
-        finding.flops += flops
-        finding.bytes += bytes_of_matmul(op) if op.name in _programs.MATMULS else 0
-        return finding
+    def remove(self, finding: PendingFinding) -> None:
+        """Removes a finding."""
+        self.by_key = {key: each for key, each in self.by_key.items() if each is not finding}
 
     def __iter__(self) -> Iterator[PendingFinding]:
-        return iter(self._by_key.values())
+        return iter(self.by_key.values())
 
 
 # Floating-point dtypes that the audit compares; FP8 is not among them.
@@ -245,6 +209,68 @@ class OpOccurrence(NamedTuple):
         """Returns an equation of the body of this operation, which is a loop."""
         return self._replace(equation=equation, body=_programs.Body(self.loop.jaxpr), outer=self)
 
+    # -- checks -----------------------------------------------------------------------------
+
+    @property
+    def audit(self) -> Auditor:
+        """The audit that visits it."""
+        return self.findings.audit
+
+    def labels(self, cls: type[Label], *variables: _programs.Atom) -> list[Label]:
+        """Returns the labels of one class that some values have; by default, all operands."""
+        return self.audit.flow.labels(cls, *(variables or self.operands))
+
+    @property
+    def use(self) -> _programs.Use:
+        """The uses of the first result in the whole program."""
+        return self.audit.use_of(self.result)
+
+    @property
+    def rule_path(self) -> str:
+        """The path by which rules find its module; "" for the root."""
+        return self.audit.context.rule_path(self.location.names)
+
+    def mark(self, label: object) -> None:
+        """Adds a label to the first result."""
+        self.audit.flow.mark(self.result, label)
+
+    def report(self, cls: type[ConditionalFinding], harm: str) -> None:
+        """Reports conditional findings about the operands; see `Auditor.report`."""
+        self.audit.report(cls, self.operands, harm)
+
+    def add(
+        self, check: Check, message: str, fix: str = "", *, severity: str = "", flops: int = 0
+    ) -> PendingFinding:
+        """Reports the operation.
+
+        Args:
+          check: the check.
+          message: the defect and its consequence.
+          fix: the remedy; "" for that of the check.
+          severity: "error" or "warning"; "" for that of the check.
+          flops: FLOPs of the operation, if it is a matmul.
+
+        Returns:
+          The finding that the operation is counted in.
+        """
+        severity = severity or check.severity
+        is_after = self.audit.is_after_gradient(self)
+        key = check.id, severity, self.location.names, self.line, is_after
+        finding = self.findings.by_key.get(key)
+        if finding is None:
+            finding = PendingFinding(check, severity, self, message, fix or check.fix)
+            self.findings.by_key[key] = finding
+        elif fix and fix not in finding.fix and self.is_forward:
+            # Another expression of the line.
+            finding.fix = _source.both(finding.fix, fix)
+        finding.after_gradient += self.equation.outvars if is_after else ()
+        finding.count += 1
+        finding.flops += flops
+        finding.bytes += bytes_of_matmul(self) if self.name in _programs.MATMULS else 0
+        return finding
+
+    # -- properties -------------------------------------------------------------------------
+
     @property
     def dtype(self) -> Any:
         """The dtype of the first result; None if it has none."""
@@ -263,11 +289,6 @@ class OpOccurrence(NamedTuple):
         loop = _programs.loop_of(self.equation)
         assert loop is not None
         return loop
-
-    @property
-    def module(self) -> str:
-        """The path by which rules find its module; "" for the root."""
-        return _programs.module_paths_of(self.location.names)[0]
 
     @property
     def codes(self) -> list[CodeType]:
@@ -323,6 +344,14 @@ class OpOccurrence(NamedTuple):
 def dtype_of(var: _programs.Atom) -> Any:
     """Returns the dtype of a variable; None if it has none."""
     return getattr(var.aval, "dtype", None)
+
+
+def stagnation(dtype: np.dtype) -> int:
+    """Returns the number of equal terms after which a sequential sum stops growing.
+
+    Integers beyond it are not distinct.
+    """
+    return 2 ** (jnp.finfo(dtype).nmant + 1)
 
 
 def bytes_of_matmul(op: OpOccurrence) -> int:

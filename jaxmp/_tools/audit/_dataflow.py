@@ -292,35 +292,29 @@ _MOST_STEPS = 32
 _NORMALIZED = LAYOUT | _core.named("mul div jit pjit")
 
 
-def is_of_power_iteration(op: OpOccurrence, use: _programs.Use) -> bool:
+def is_of_power_iteration(op: OpOccurrence) -> bool:
     """Returns True for the products of a spectral norm: of one matrix and of the vector that its
     product with another vector became, divided by its norm.
 
     The results divide, directly or by their norm.
-
-    Args:
-      op: the product.
-      use: of its result.
     """
-    vector, matrix = _vector_and_matrix(op.equation, op.body)
-    if matrix is None or not op.is_forward or _programs.Use.MAGNIFIED not in use:
+    if not (op.name == "dot_general" and op.is_forward and _programs.Use.MAGNIFIED in op.use):
         return False
-    for each in _programs.equations(op.body.jaxpr, inside=False):
-        other_vector, other_matrix = _vector_and_matrix(each, op.body)
-        if other_matrix is matrix and (
-            each.outvars[0] in near(vector, op.body, _NORMALIZED)
-            or op.result in near(other_vector, op.body, _NORMALIZED)
-        ):
-            return True
-    return False
+    vector, matrix = _vector_and_matrix(op.equation, op.body)
+    is_near = lambda result, vector: result in near(vector, op.body, _NORMALIZED)
+    here = _programs.equations(op.body.jaxpr, inside=False)
+    products = [each for each in here if each.primitive.name == op.name]
+    others = [(each, *_vector_and_matrix(each, op.body)) for each in products]
+    return matrix is not None and any(
+        other is matrix and (is_near(each.outvars[0], vector) or is_near(op.result, other_vector))
+        for each, other_vector, other in others
+    )
 
 
 def _vector_and_matrix(
     equation: _programs.Equation, body: _programs.Body
 ) -> tuple[_programs.Atom, _programs.Atom | None]:
-    """Returns the operands of a product of a vector and a matrix; no matrix for other equations."""
-    if equation.primitive.name != "dot_general":
-        return equation.outvars[0], None
+    """Returns the operands of a product of a vector and a matrix; no matrix for other products."""
     vector, matrix = sorted(equation.invars, key=lambda var: var.aval.size)
     sizes = sorted(size for size in vector.aval.shape if size > 1)
     is_product = len(sizes) == 1 and sum(size > 1 for size in matrix.aval.shape) == 2

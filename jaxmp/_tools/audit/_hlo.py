@@ -6,10 +6,12 @@ for a device that is not present on this machine.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 import math
 import re
+from collections import defaultdict
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -121,7 +123,8 @@ class Instruction(NamedTuple):
         return (*filter(None, single), *re.findall(r"[\w.\-]+", " ".join(lists)))
 
 
-class Computation(NamedTuple):
+@dataclasses.dataclass(frozen=True, eq=False)
+class Computation:
     """Named list of instructions, in the order of execution."""
 
     name: str
@@ -134,16 +137,23 @@ class Computation(NamedTuple):
     @property
     def parameters(self) -> dict[int, Instruction]:
         """Parameter number -> instruction."""
-        return {int(each.value): each for each in self._with_opcode("parameter")}
+        own = self.instructions.values()
+        return {int(each.value): each for each in own if each.opcode == "parameter"}
 
     @property
     def integers(self) -> dict[str, int]:
         """Name -> value of each constant that is one integer."""
-        constants = self._with_opcode("constant")
+        constants = (each for each in self.instructions.values() if each.opcode == "constant")
         return {each.name: int(each.value) for each in constants if each.value.isdecimal()}
 
-    def _with_opcode(self, opcode: str) -> list[Instruction]:
-        return [each for each in self.instructions.values() if each.opcode == opcode]
+    @functools.cached_property
+    def readers(self) -> defaultdict[str, list[Instruction]]:
+        """Name of a value -> the instructions that consume it, in order."""
+        readers: defaultdict[str, list[Instruction]] = defaultdict(list)
+        for instruction in self.instructions.values():
+            for operand in dict.fromkeys(instruction.operands):
+                readers[operand].append(instruction)
+        return readers
 
 
 # ---------------------------------------------------------------------------
@@ -258,19 +268,6 @@ class Program:
     def inside(self, instruction: Instruction) -> Computation | None:
         """Returns the computation of a fusion, or of the start of an asynchronous call, or None."""
         return self.computations.get(instruction.attribute("calls"))
-
-    def readers(self, computation: Computation, name: str) -> list[Instruction]:
-        """Returns the instructions of a computation that consume the value `name`, in order."""
-        return self._readers.get((computation.name, name), [])
-
-    @functools.cached_property
-    def _readers(self) -> dict[tuple[str, str], list[Instruction]]:
-        readers: dict[tuple[str, str], list[Instruction]] = {}
-        for computation in self.computations.values():
-            for instruction in computation.instructions.values():
-                for operand in dict.fromkeys(instruction.operands):
-                    readers.setdefault((computation.name, operand), []).append(instruction)
-        return readers
 
     # -- lines ------------------------------------------------------------------------------
 

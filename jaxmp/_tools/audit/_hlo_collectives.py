@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from jaxmp import _core, _programs
-from jaxmp._tools.audit._hlo import Instruction, Shape, Step
+from jaxmp._tools.audit._hlo import Instruction, Program, Shape, Step
 from jaxmp._tools.audit._hlo_matmuls import DataFlow, Value, is_differentiated, is_matmul
 
 _COLLECTIVES = _core.named(
@@ -75,20 +75,19 @@ class Content(NamedTuple):
     in_matmul: bool = False
 
 
-class ArrayContents:
-    """Tells weights, gradients and activations apart."""
+class ArrayContents(DataFlow):
+    """Tells weights, gradients and activations of a program apart."""
 
-    def __init__(self, flow: DataFlow, is_weight: Sequence[bool]) -> None:
+    def __init__(self, program: Program, is_weight: Sequence[bool]) -> None:
         """Prepares the analysis of a program.
 
         Args:
-          flow: the data flow of the compiled program.
+          program: the compiled program.
           is_weight: for each argument, True if it may be a parameter or a part of the optimizer
             state.
         """
-        self._flow = flow
+        super().__init__(program)
         self._is_weight = is_weight
-        self._entry = flow.program.entry.name
 
     def of(self, collective: Step, number: int) -> Content:
         """Returns the content of an array that a collective sends.
@@ -108,12 +107,12 @@ class ArrayContents:
 
     def _of_sum(self, result: Value) -> Content:
         op_name = result.instruction.op_name
-        if not self._flow.has_backward:
+        if not self.has_backward:
             return Content(ACTIVATION)
         phase = _programs.phase_of(op_name)
         if op_name and not is_differentiated(op_name):
-            sources = self._flow.before(result, lambda value: not self._mixes(value))
-            names = (self._flow.op_name(value) for value in sources if self._mixes(value))
+            sources = self.before(result, lambda value: not self._mixes(value))
+            names = (self.op_name(value) for value in sources if self._mixes(value))
             is_gradient = any(_programs.phase_of(name) == _programs.BACKWARD for name in names)
             return Content(WEIGHT_GRADIENT if is_gradient else "")
         return Content(ACTIVATION if self._is_read_by_model(result, phase) else WEIGHT_GRADIENT)
@@ -125,29 +124,26 @@ class ArrayContents:
         operations. The gradient of an activation is multiplied with weights, scattered into the
         table of an embedding, or summed for a bias or a scale.
         """
-        for value in self._flow.after(result, self._belongs_to_model):
-            combines = is_matmul(value.instruction) or value.instruction.opcode in _COMBINES
-            if not combines or not self._belongs_to_model(value):
-                continue
-            if (
-                phase != _programs.BACKWARD
-                or _programs.phase_of(self._flow.op_name(value)) != _programs.FORWARD
-            ):
-                return True
-        return False
+        readers = filter(self._belongs_to_model, self.after(result, self._belongs_to_model))
+        is_later = lambda v: _programs.phase_of(self.op_name(v)) != _programs.FORWARD
+        return any(
+            is_matmul(value.instruction) or value.instruction.opcode in _COMBINES
+            for value in readers
+            if phase != _programs.BACKWARD or is_later(value)
+        )
 
     def _belongs_to_model(self, value: Value) -> bool:
         """Returns True for an operation of a differentiated function, or of an unknown one."""
-        name = self._flow.op_name(value)
+        name = self.op_name(value)
         return not name or is_differentiated(name)
 
     def _of_moved(self, operand: Value, result: Value) -> Content:
         has_weight = mixes = False
-        for value in self._flow.before(operand, lambda value: not self._mixes(value)):
+        for value in self.before(operand, lambda value: not self._mixes(value)):
             mixes |= self._mixes(value)
             if (
                 value.instruction.opcode == "parameter"
-                and value.computation.name == self._entry
+                and value.computation.name == self.program.entry.name
                 and value.elements > 1
             ):
                 # Rows of a table are activations if the batch selects them.
@@ -157,14 +153,14 @@ class ArrayContents:
                 mixes |= not is_weight
         if has_weight and not mixes:
             return self._of_weight(result)
-        is_of_model = not self._flow.has_backward
+        is_of_model = not self.has_backward
         passes = lambda value: not self._mixes(value) and self._belongs_to_model(value)
-        for value in self._flow.after(result, passes):
+        for value in self.after(result, passes):
             if is_matmul(value.instruction) and self._belongs_to_model(value):
                 return Content(ACTIVATION, in_matmul=True)
             # The end of a combined collective has the names of all its arrays.
             if result.number is None or not value.instruction.opcode.endswith("-done"):
-                is_of_model |= is_differentiated(self._flow.op_name(value))
+                is_of_model |= is_differentiated(self.op_name(value))
         return Content(ACTIVATION if is_of_model else UPDATE)
 
     @staticmethod
@@ -173,9 +169,9 @@ class ArrayContents:
         return is_matmul(value.instruction) or value.instruction.opcode in _MIXES
 
     def _of_weight(self, result: Value) -> Content:
-        readers = self._flow.after(result, self._is_same_weight)
+        readers = self.after(result, self._is_same_weight)
         matmuls = (value for value in readers if is_matmul(value.instruction))
-        phases = {_programs.phase_of(self._flow.op_name(value)) for value in matmuls}
+        phases = {_programs.phase_of(self.op_name(value)) for value in matmuls}
         is_kept = _programs.FORWARD in phases and not phases.isdisjoint(
             (_programs.BACKWARD, _programs.RECOMPUTE)
         )
@@ -188,7 +184,7 @@ class ArrayContents:
             return shape.dtype
         casts: set[str] = set()
         is_moved = lambda value: self._is_same_weight(value) and not _casts_down(value)
-        for value in self._flow.after(result, is_moved):
+        for value in self.after(result, is_moved):
             if _casts_down(value):
                 casts.add(value.instruction.shapes[0].dtype)
             elif not self._is_same_weight(value):
@@ -250,9 +246,8 @@ def groups_of(instruction: Instruction, devices: int) -> np.ndarray | None:
         own = [list(sizes).index(key) for key in re.findall(r"'([^']+)'", match[2])]
         shape = tuple(sizes.values())
         ids = np.moveaxis(np.arange(math.prod(shape)).reshape(shape), own, range(-len(own), 0))
-        return (
-            ids.reshape(-1, math.prod(shape[axis] for axis in own)) if ids.size == devices else None
-        )
+        ids = ids.reshape(-1, math.prod(shape[axis] for axis in own))
+        return ids if ids.size == devices else None
     match = _IOTA.search(text)
     if match:
         shape = tuple(map(int, match[3].split(",")))

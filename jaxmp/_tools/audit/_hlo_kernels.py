@@ -55,7 +55,7 @@ def results(program: Program, kernel: Instruction) -> list[Instruction]:
 def _read(program: Program, inside: Computation, value: Instruction) -> int:
     """Returns the bytes of an argument of a fused kernel that the kernel reads."""
     parts = 0
-    for reader in program.readers(inside, value.name):
+    for reader in inside.readers[value.name]:
         if reader.opcode == "bitcast":
             parts += _read(program, inside, reader)
         elif reader.opcode in _SLICES and reader.operands[0] == value.name:

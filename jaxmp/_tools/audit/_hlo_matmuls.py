@@ -58,12 +58,8 @@ class DataFlow:
 
     # -- one step ---------------------------------------------------------------------------
 
-    def readers(self, value: Value) -> list[Value]:
-        """Returns the arrays that are made from an array in one step."""
-        return self._readers.get(value.key, [])
-
     @functools.cached_property
-    def _readers(self) -> dict[object, list[Value]]:
+    def readers(self) -> dict[object, list[Value]]:
         """Key of an array -> the arrays that have it among their `makers`."""
         readers: dict[object, list[Value]] = {}
         for computation in self.program.computations.values():
@@ -116,7 +112,7 @@ class DataFlow:
         """
         waiting, seen = [start], {start.key}
         while waiting:
-            for value in self.readers(waiting.pop()):
+            for value in self.readers.get(waiting.pop().key, ()):
                 if value.key not in seen:
                     seen.add(value.key)
                     yield value
@@ -137,12 +133,10 @@ class DataFlow:
             here = waiting.pop()
             yield here
             for value, is_earlier in self.makers(here) if follow(here) else ():
-                if value.key in seen or value.elements == 1:
-                    continue
-                if is_earlier and self._is_made_by_optimizer(value):
-                    continue
-                seen.add(value.key)
-                waiting.append(value)
+                is_updated = is_earlier and self._is_made_by_optimizer(value)
+                if not (is_updated or value.key in seen or value.elements == 1):
+                    seen.add(value.key)
+                    waiting.append(value)
 
     def _is_made_by_optimizer(self, value: Value) -> bool:
         root, index = value.instruction, value.number

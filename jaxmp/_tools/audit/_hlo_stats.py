@@ -9,7 +9,7 @@ from typing import Any
 from jaxmp import _programs
 from jaxmp._core import Target
 from jaxmp._programs import Path
-from jaxmp._tools.audit import _hlo, _hlo_collectives, _hlo_matmuls, _rows
+from jaxmp._tools.audit import _hlo, _hlo_collectives, _hlo_kernels, _hlo_matmuls, _rows
 from jaxmp._tools.audit._compile import Compiled
 from jaxmp._tools.audit._hlo_collectives import ArrayContents
 from jaxmp._tools.report._section import bytes_text
@@ -33,13 +33,8 @@ def _update(program: _hlo.Program, in_optimizer: list[bool]) -> tuple[int, int, 
     moved = 0
     inputs: dict[tuple[str, _hlo.Shape], None] = {}
     for kernel in kernels.values():
-        incoming = set(kernel.operands)
-        moved += sum(shape.bytes for name in incoming for shape in entry.instructions[name].shapes)
-        # The start of an asynchronous kernel has its operands among its results.
-        inside = program.inside(kernel)
-        written = kernel if inside is None else inside.root
-        moved += sum(shape.bytes for shape in written.shapes)
-        for name in incoming:
+        moved += _hlo_kernels.accessed(program, _hlo.Step(kernel, entry, 1))
+        for name in kernel.operands:
             source, shapes = source_of(entry, name), entry.instructions[name].shapes
             if source.opcode != "parameter" and source.name not in kernels:
                 inputs |= {(name, shape): None for shape in shapes if shape.elements > 1}
@@ -78,7 +73,6 @@ _UNKNOWN_LOOPS = (
 # ---------------------------------------------------------------------------
 
 _JIT = re.compile(r"\bjit\([^()]*\)(?:/|$)")
-_TRANSFORM = re.compile(r"\b[\w.]+\(|\)")
 
 
 class Origins:
@@ -94,9 +88,8 @@ class Origins:
         XLA adds other names.
         """
         path: Path = ()
-        parts = _TRANSFORM.sub("", _JIT.sub("", op_name)).split("/")
         # Backward passes inside of a recomputed region contain the scopes of the region twice.
-        for name in parts[:-1]:
+        for name in _programs.scope_names(_JIT.sub("", op_name).rpartition("/")[0]):
             if (*path, name) in self._known:
                 path = (*path, name)
         return path
@@ -105,12 +98,8 @@ class Origins:
         """Returns module, phase, file and line of an instruction, the fields of a row."""
         name = instruction.op_name
         file, line = self._lines.first_own(self.program.frames(instruction))
-        return {
-            "module": self.module(name),
-            "phase": _programs.phase_of(name),
-            "file": file,
-            "line": line,
-        }
+        module, phase = self.module(name), _programs.phase_of(name)
+        return {"module": module, "phase": phase, "file": file, "line": line}
 
     def module(self, op_name: str) -> str:
         """Returns the module path of a name stack; "" for the root."""
@@ -137,7 +126,7 @@ def _named_reader(
                 return here
         if _hlo_matmuls.is_matmul(here):
             continue
-        for reader in origins.program.readers(inside, here.name):
+        for reader in inside.readers[here.name]:
             picks = whole and reader.opcode == "get-tuple-element"
             if not picks or reader.numbers("index") == (number,):
                 waiting.append(reader)
@@ -166,8 +155,7 @@ def read_program(
       is_weight: for each argument, True if it may be a parameter.
     """
     program = _hlo.Program(compiled.text)
-    flow, origins = _hlo_matmuls.DataFlow(program), Origins(program, names, root)
-    contents = ArrayContents(flow, is_weight)
+    flow, origins = ArrayContents(program, is_weight), Origins(program, names, root)
     gemms: list[_rows.GemmRow] = []
     attention: list[_rows.AttentionRow] = []
     collectives: list[_rows.CollectiveRow] = []
@@ -181,7 +169,7 @@ def read_program(
             elif fused_attention(part.instruction):
                 attention.append(_attention_row(part, origins))
             elif _hlo_collectives.collective_name(part.instruction):
-                collectives += _collective_rows(part, origins, contents, compiled.mesh)
+                collectives += _collective_rows(part, origins, flow, compiled.mesh)
     parameters, moved, floor = _update(program, in_optimizer)
     memory = _rows.MemoryRow(
         arguments=compiled.memory.argument_size_in_bytes,
@@ -200,6 +188,7 @@ def read_program(
         memory,
         (*notes, *_chip_notes(compiled.chip, memory, gemms)),
         origins,
+        compiled,
     )
 
 

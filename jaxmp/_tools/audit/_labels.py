@@ -28,9 +28,6 @@ _MOVES = _core.named(
     " dynamic_slice gather split unstack stack concatenate tile clamp select_n stop_gradient"
 )
 
-# An FP32 value that was computed from 16 bits, element by element.
-WAS_16_BITS = "was 16 bits"
-
 
 class WasFp8(NamedTuple):
     """Label of a value that was cast up from FP8 and only scaled since."""
@@ -63,18 +60,17 @@ class ConditionalFinding:
         """The remedy, which is made when it is required."""
         return self.remedy if isinstance(self.remedy, str) else self.remedy()
 
-    def report(self, harm: str, flops: int | None = None) -> None:
+    def report(self, harm: str, flops: float = math.inf) -> None:
         """Reports the finding once, with its first consequence.
 
         Args:
           harm: the consequence, as a part of a sentence.
-          flops: FLOPs of the matmul that the value makes wide; None for another consequence.
+          flops: FLOPs of the matmul that the value makes wide; infinity for another consequence.
         """
         if self.finding is None:
             message = f"{self.message}{harm}."
-            add = self.op.findings.add
-            self.finding = add(self.check, self.op, message, self.fix, severity=self.severity)
-        self.finding.add_harm(flops)
+            self.finding = self.op.add(self.check, message, self.fix, severity=self.severity)
+        self.finding.harmed_flops += flops
 
 
 class Fact:
@@ -130,6 +126,10 @@ class WideValue:
     """Label that an FP32 value loses when it is cast to 16 bits."""
 
 
+# An FP32 value that was computed from 16 bits, element by element.
+WAS_16_BITS = WideValue()
+
+
 class Stream(WideValue):
     """Label of an FP32 residual stream, or of an FP32 carry of a loop."""
 
@@ -180,16 +180,10 @@ _BREAKS = _core.named(
     "reduce_max reduce_min argmax argmin sort top_k approx_top_k gather cummax cummin eq ne lt le"
     " gt ge dynamic_slice"
 )
-# Frequent primitives after which a gradient has no other label.
-_PLAIN = _core.named(
-    "mul div dot_general transpose reshape reduce_sum select_n neg sqrt rsqrt max min exp"
-)
+# The operands that an operation selects elements from.
+_SELECTED = {"gather": slice(1), "dynamic_slice": slice(1), "select_n": slice(1, None)}
 # Labels that special rules propagate.
 _SPECIAL = (ConditionalFinding, Fact, _dataflow.Power, Reduction16Bit, Stream)
-
-
-# Asked for each label of each operation, where `issubclass` is slow.
-_is_subclass = functools.cache(issubclass)
 
 
 # ---------------------------------------------------------------------------
@@ -227,20 +221,14 @@ class Flow:
 
     def of_all(self, variables: Iterable[_programs.Atom]) -> Labels:
         """Returns the labels of several operands."""
-        labels, known = _NONE, self._labels
-        for var in variables:
-            own = None if isinstance(var, _compat.Literal) else known.get(var)
-            if own:
-                # Sets are shared where they can be.
-                labels = labels | own if labels else own
-        return labels
+        sets = set(map(self.of, variables)) - {_NONE}
+        # A set is shared where it can be.
+        return next(iter(sets)) if len(sets) == 1 else _NONE.union(*sets)
 
     def labels(self, cls: type[_Label], *variables: _programs.Atom) -> list[_Label]:
         """Returns the labels of one class that some operands have."""
         labels = self.of_all(variables)
-        # A residual stream has hundreds of labels of few classes.
-        classes = {each for each in set(map(type, labels)) if issubclass(each, cls)}
-        return [label for label in labels if type(label) in classes] if classes else []
+        return list(self._of_classes(cls, labels, lambda each: issubclass(each, cls)))
 
     def copy(
         self, sources: Iterable[_programs.Atom | None], targets: Iterable[_programs.Atom | None]
@@ -248,9 +236,7 @@ class Flow:
         """Copies labels into or out of a sub-jaxpr; None stands for an unknown variable."""
         for source, target in zip(sources, targets, strict=True):
             if source is not None and target is not None:
-                labels = self.of(source)
-                if labels:
-                    self._labels[target] = self.of(target) | labels
+                self._labels[target] = self.of(target) | self.of(source)
 
     def enter(self, inner: _programs.Inner) -> None:
         """Copies the labels of operands into a sub-jaxpr, which may be shared by several calls."""
@@ -275,13 +261,14 @@ class Flow:
             self._labels.update({result: self.of(var) for result, var in pairs})
             return
         labels = self._read(op, is_call)
-        is_plain = labels == _GRADIENT and name in _PLAIN
+        # Elements of a gradient that are replaced by a number do not make it a scalar.
+        is_plain = labels == _GRADIENT and name == "select_n"
         if is_plain or not (labels or name in _dataflow.MAKES_SCALARS):
             self._label_results(equation, labels)
             return
-        special = self._of_classes("special", labels, lambda cls: _is_subclass(cls, _SPECIAL))
-        own = self._of_classes("lineage", labels, lambda cls: _is_subclass(cls, _dataflow.LINEAGE))
-        kept = self._kept(labels - special - own if special or own else labels, name)
+        special = self._of_classes("special", labels, lambda cls: issubclass(cls, _SPECIAL))
+        own = self._of_classes("lineage", labels, lambda cls: issubclass(cls, _dataflow.LINEAGE))
+        kept = self._kept(labels - special - own, name)
         sizes = (math.prod(getattr(var.aval, "shape", (0,))) for var in equation.outvars)
         if _dataflow.SCALAR in kept and (is_call or any(size != 1 for size in sizes)):
             kept -= {_dataflow.SCALAR}
@@ -310,28 +297,22 @@ class Flow:
     def _specials_after(self, op: _checks.OpOccurrence, special: Labels) -> Labels:
         if not special:
             return _NONE
-        phase, moved = op.location.phase, self._of_moved(op)
+        phase = op.location.phase
         lasting = _SPECIAL if phase == _programs.FORWARD else Reduction16Bit
         lasts = lambda cls: issubclass(cls, lasting) and _survives(cls, op.name)
         kept = self._of_classes((op.name, phase), special, lasts)
-        if moved is not None:
-            kept &= moved
+        if op.name in _SELECTED:
+            kept &= self.of_all(op.operands[_SELECTED[op.name]])
         powers: Any = self._of_classes("power", special, lambda cls: cls is _dataflow.Power)
         if powers and phase == _programs.BACKWARD:
             self.scaled_by.update(x.number for x in powers if x.exponent)
         return kept | _dataflow.powers_after(op, self.of) if powers else kept
 
     def _label_results(self, equation: _programs.Equation, labels: Labels) -> None:
-        narrow = None
+        narrow = self._of_classes("narrow", labels, lambda cls: not issubclass(cls, WideValue))
         for var in equation.outvars:
-            if not labels or _checks.dtype_of(var) in (_core.FLOAT32, _core.FLOAT64):
-                self._labels[var] = labels
-                continue
-            if narrow is None:
-                is_narrow = lambda cls: not issubclass(cls, WideValue)
-                narrow = self._of_classes("narrow", labels, is_narrow)
-                narrow -= {WAS_16_BITS}
-            self._labels[var] = narrow
+            is_wide = _checks.dtype_of(var) in (_core.FLOAT32, _core.FLOAT64)
+            self._labels[var] = labels if is_wide else narrow
 
     def _of_classes(
         self, rule: Hashable, labels: Labels, is_member: Callable[[type], bool]
@@ -346,12 +327,6 @@ class Flow:
             chosen = frozenset([x for x in labels if type(x) in members]) if members else _NONE
             self._chosen[rule, labels] = chosen
         return chosen
-
-    def _of_moved(self, op: _checks.OpOccurrence) -> Labels | None:
-        """Returns the labels of the operands that `op` selects from; None for other operations."""
-        if op.name in ("gather", "dynamic_slice"):
-            return self.of_all(op.operands[:1])
-        return self.of_all(op.operands[1:]) if op.name == "select_n" else None
 
     def _still_fp8(self, labels: Labels, equation: _programs.Equation) -> Labels:
         """Removes FP8 labels unless all operands other than scalars have them."""
@@ -368,7 +343,7 @@ class Flow:
             return labels & _GRADIENT
         if name not in _KEEPS_LOGITS and self._ops.category(name) not in ("widest", "follow"):
             is_wide = self._ops.category(name) == "fp32"
-            return labels & (_GRADIENT | ({WAS_16_BITS} if is_wide else set()))
+            return labels & ({_dataflow.GRADIENT, WAS_16_BITS} if is_wide else _GRADIENT)
         if name in ("exp", "exp2"):
             normalized = lambda x: x._replace(normalized=True) if isinstance(x, Logits) else x
             return frozenset(map(normalized, labels))

@@ -14,7 +14,7 @@ from jaxmp import _core, _programs
 from jaxmp._core._compat import _watch_jit
 from jaxmp._policies import _load, _policy, _resolve
 from jaxmp._programs import Frame
-from jaxmp._tools.audit import _auditor, _check_compiled, _checks, _compile, _dataflow, _hlo_stats
+from jaxmp._tools.audit import _auditor, _checks, _compile, _dataflow, _hlo_stats
 from jaxmp._tools.audit._check_matmuls import (
     FP32_MATMUL,
     IMPLICIT_PROMOTION,
@@ -22,37 +22,40 @@ from jaxmp._tools.audit._check_matmuls import (
     MIXED_OPERANDS,
 )
 from jaxmp._tools.audit._check_ops import LOSS_16BIT
+from jaxmp._tools.audit._check_speed import WIDE_GATHER
 from jaxmp._tools.audit._report import AuditReport
 from jaxmp._tools.audit._rows import SEVERITIES, Finding, MatmulRow, merged
-from jaxmp._tools.audit._trace import Traced
 from jaxmp._tools.fixes import _source, _trial
 from jaxmp._tools.report import _section
 
+# Checks whose fixes cast to 16 bits.
+_NARROWED = frozenset(x.id for x in (FP32_MATMUL, IMPLICIT_PROMOTION, MIXED_OPERANDS, WIDE_GATHER))
 
-def checked_findings(auditor: _auditor.Auditor, traced: Traced) -> list[_checks.PendingFinding]:
-    """Returns the findings without those of checks that do not apply to the optimizer.
+
+def _leave_out_optimizer(auditor: _auditor.Auditor) -> None:
+    """Removes the findings of checks that do not apply to the optimizer.
 
     An operation belongs to the optimizer if it reads values that were computed from gradients, and
     if updated parameters or the optimizer's state are computed from its result. Its matmuls follow
     the optimizer's precision and not the policies; a note gives their share of the FLOPs.
     """
-    pending = list(auditor.findings)
-    suspects = [f for f in pending if f.after_gradient and not f.check.includes_optimizer]
+    is_suspect = lambda f: f.after_gradient and not f.check.includes_optimizer
+    suspects = list(filter(is_suspect, auditor.findings))
     if not suspects and not auditor.after_gradient:
-        return pending
+        return
     is_updated = [
         any(x.has_gradient for x in auditor.flow.labels(_dataflow.Update, var))
-        for var in traced.jaxpr.outvars
+        for var in auditor.results
     ]
     search = _Sources()
-    search.run(traced.jaxpr, is_updated)
+    search.run(auditor.program.jaxpr, is_updated)
     sources = search.found
     _note_matmuls(auditor, sources)
-    dropped = {id(f): f for f in suspects if not sources.isdisjoint(f.after_gradient)}
-    for finding in (f for f in dropped.values() if not f.flops):
-        note = f"{finding.check.id} at {finding.op.where} is not reported in the optimizer"
-        auditor.notes[note] = None
-    return [finding for finding in pending if id(finding) not in dropped]
+    for finding in (f for f in suspects if not sources.isdisjoint(f.after_gradient)):
+        auditor.findings.remove(finding)
+        if not finding.flops:
+            note = f"{finding.check.id} at {finding.op.where} is not reported in the optimizer"
+            auditor.notes[note] = None
 
 
 class _Sources(_programs.Backward):
@@ -104,7 +107,6 @@ _LARGE_SHARE = 0.25
 
 def make_report(
     auditor: _auditor.Auditor,
-    traced: Traced,
     compiled: _compile.Compiled | None,
     *,
     function: Callable[..., Any],
@@ -114,35 +116,31 @@ def make_report(
 
     Args:
       auditor: after its walk.
-      traced: the program.
       compiled: the program compiled for a GPU, if there is one.
       function: the audited function.
       chip: the chip that `audit` received.
     """
-    of_program = [f for function in _checks.ON_PROGRAM for f in function(auditor, traced) or ()]
-    findings = [*_final_findings(auditor, traced), *of_program]
+    of_program = [f for function in _checks.ON[_checks.PROGRAM] for f in function(auditor) or ()]
+    findings = [*_final_findings(auditor), *of_program]
     policies = auditor.context.policies
-    module_of = lambda names: _programs.module_of(names, auditor.root)
     rows: dict[str, Any] = {}
     if auditor.context.target == "cpu" and any("float8" in lhs for *_, lhs, _ in auditor.matmuls):
         auditor.notes[_EMULATED] = None
     if compiled is not None:
         names = auditor.locations.names
+        traced = auditor.traced
         flags = traced.in_optimizer(), traced.may_be_weights()
-        compilation = _hlo_stats.read_program(compiled, names, auditor.root, *flags)
-        lines = auditor.fp8.items()
-        fp8 = {(module_of(names), phase, *line): dtype for (names, phase, line), dtype in lines}
-        program = _check_compiled.CompiledProgram(
-            compilation, tuple(findings), fp8, compiled, len(traced.nnx_objects)
-        )
-        findings += [f for function in _checks.ON_COMPILED for f in function(program, auditor)]
-        rows = compilation._asdict() | {"gpu": _gpu_text(compiled)}
-        del rows["origins"]
+        program = _hlo_stats.read_program(compiled, names, auditor.root, *flags)
+        findings += [
+            f for function in _checks.ON[_checks.COMPILED] for f in function(program, auditor)
+        ]
+        rows = program._asdict() | {"gpu": _gpu_text(compiled)}
+        del rows["origins"], rows["compiled"]
     recipe, definition = auditor.context.recipe, _watch_jit.definition_of(function)
     notes = (*auditor.notes, *rows.pop("notes", ()), *_target_notes(chip, recipe))
     matmuls = (
-        MatmulRow(module=module_of(names), phase=phase, lhs=lhs, rhs=rhs, flops=flops, count=count)
-        for (names, phase, lhs, rhs), (flops, count) in auditor.matmuls.items()
+        MatmulRow(module=auditor.module_of(names), phase=phase, lhs=lhs, rhs=rhs, flops=f, count=n)
+        for (names, phase, lhs, rhs), (f, n) in auditor.matmuls.items()
     )
     findings = [_with_line(finding, definition) for finding in findings]
     return AuditReport(
@@ -173,18 +171,20 @@ def with_trials(
         returns the report and the expressions that fixes replace.
       has_carries: whether the function has loops or branches.
     """
-    key = lambda f: (f.check, f.file, f.line)
-    # A check may report two expressions of one line.
-    lines: dict[Any, Finding] = {}
-    for finding in report.findings:
-        place = key(finding), finding.severity, finding.module
-        first = lines.setdefault(place, finding)
-        lines[place] = dataclasses.replace(first, fix=_source.both(first.fix, finding.fix))
     groups: dict[Any, list[Finding]] = {}
     edits = printed(edits, report.findings)
-    for finding in lines.values() if edits else report.findings:
+    # A check may report two expressions of one line.
+    lines = [
+        dataclasses.replace(group[0], fix=functools.reduce(_source.both, [f.fix for f in group]))
+        for group in _section.grouped(report.findings, _place).values()
+    ]
+    for finding in lines if edits else report.findings:
         fix, group = _trial.unified(finding.fix, finding.file, finding.line, edits)
         groups.setdefault(group, []).append(dataclasses.replace(finding, fix=fix))
+    # New code of several lines is in the first one.
+    spans = sorted((edit for edit in edits if edit.line < edit.end_line), reverse=True)
+    first = {(e.file, n): e.line for e in spans for n in range(e.line, e.end_line + 1)}
+    key = lambda f: (f.check, f.file, first.get((f.file, f.line), f.line))
 
     def problems(has_fixes: bool) -> _trial.Problems:
         report, edits = again(has_fixes)
@@ -193,7 +193,7 @@ def with_trials(
         relevant = [f for f in report.findings if f.severity == _checks.ERROR or key(f) in before]
         return {key(f): _trial.unified(f.fix, f.file, f.line, edits) for f in relevant}
 
-    before = {key(f) for f in report.findings}
+    before = set(map(key, report.findings))
     tried = [group for group in groups if group is not None]
     removed = [set(map(key, groups[group])) for group in tried]
     trials = {None: _trial.FixTrial(_trial.NOT_TRIED)}
@@ -206,6 +206,10 @@ def with_trials(
         for finding in (members if group is None else _joined(members))
     ]
     return dataclasses.replace(report, findings=tuple(sorted(findings, key=_sort_key)))
+
+
+def _place(finding: Finding) -> tuple[Any, ...]:
+    return finding.check, finding.file, finding.line, finding.severity, finding.module
 
 
 def _joined(findings: list[Finding]) -> list[Finding]:
@@ -235,7 +239,7 @@ def _with_trial(finding: Finding, group: _trial.Edits, trial: _trial.FixTrial) -
         fix = functools.reduce(_source.both, trial.more, fix)
         return dataclasses.replace(finding, fix=fix, trial=trial.state)
     remedy = "Cast the arrays that this line reads to FP32, and its results back."
-    if finding.check in {FP32_MATMUL.id, IMPLICIT_PROMOTION.id, MIXED_OPERANDS.id}:
+    if finding.check in _NARROWED:
         remedy = "Cast the wide arrays that this line reads to 16 bits."
     tried = "what it tried does not remove the finding, or leads to another one."
     return dataclasses.replace(finding, fix=f"{remedy} jaxmp prints no code: {tried}")
@@ -275,37 +279,38 @@ def _gpu_text(compiled: _compile.Compiled) -> str:
 # ---------------------------------------------------------------------------
 
 
-def _final_findings(auditor: _auditor.Auditor, traced: Traced) -> list[Finding]:
+def _final_findings(auditor: _auditor.Auditor) -> list[Finding]:
     """Returns the findings of the traced program with their modules and severities.
 
     Findings of scopes that differ but belong to the same module are merged.
     """
     total = sum(flops for flops, _ in auditor.matmuls.values())
-    pending = checked_findings(auditor, traced)
+    _leave_out_optimizer(auditor)
+    pending = list(auditor.findings)
     fp32_flops = sum(finding.flops for finding in pending if finding.check is FP32_MATMUL)
     are_few = fp32_flops < _SMALL_SHARE * total
-    merged: dict[Any, Finding] = {}
+    findings: list[Finding] = []
     for item in pending:
         severity = item.severity
         if item.check is MISALIGNED_MATMUL and item.harmed_flops >= _LARGE_SHARE * total:
             severity = _checks.ERROR
         elif _is_minor(item, total) or (item.check is FP32_MATMUL and are_few):
             severity = severity if severity == _checks.NOTE else _checks.WARNING
-        module = _programs.module_of(item.op.location.names, auditor.root)
+        module = auditor.module_of(item.op.location.names)
         fields = {"primitive": item.op.name, "count": item.count, "flops": item.flops}
         fields |= {"severity": severity, "module": module}
-        finding = item.check.finding(item.message, item.fix, item.op, **fields)
-        key = finding.check, finding.severity, finding.module, finding.file, finding.line
-        if key in merged:
-            count, flops = merged[key].count + finding.count, merged[key].flops + finding.flops
-            finding = dataclasses.replace(merged[key], count=count, flops=flops)
-        merged[key] = finding
-    return list(merged.values())
+        findings.append(item.check.finding(item.message, item.fix, item.op, **fields))
+    return [
+        dataclasses.replace(
+            group[0], count=sum(f.count for f in group), flops=sum(f.flops for f in group)
+        )
+        for group in _section.grouped(findings, _place).values()
+    ]
 
 
 def _is_minor(finding: _checks.PendingFinding, total: int) -> bool:
     """Returns True for a promotion that concerns a small share of all FLOPs."""
-    is_small = 0 < finding.harmed_flops < _SMALL_SHARE * total and not finding.has_other_harm
+    is_small = 0 < finding.harmed_flops < _SMALL_SHARE * total
     return finding.check is IMPLICIT_PROMOTION and is_small
 
 

@@ -81,10 +81,14 @@ def _widened_calls(code: str) -> str:
     for node in ast.walk(ast.parse(code)):
         if isinstance(node, ast.Call):
             owner, _, name = ast.unparse(node.func).rpartition(".")
-            arrays = owner, *map(ast.unparse, node.args)
+            arrays = owner, *(ast.unparse(_first_operand(argument)) for argument in node.args)
             if any(text.endswith(_source.IN_FP32) for text in arrays):
                 names[name] = None
     return " and ".join(names)
+
+
+def _first_operand(node: ast.expr) -> ast.expr:
+    return _first_operand(node.left) if isinstance(node, ast.BinOp) else node
 
 
 def fix_expression(sentence: str, op: OpOccurrence) -> str:

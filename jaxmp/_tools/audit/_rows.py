@@ -23,13 +23,10 @@ def merged(rows: Iterable[Row], *sums: str) -> tuple[Row, ...]:
       rows: frozen dataclasses.
       *sums: the fields that are added up; the rows are sorted by the first of them.
     """
-    groups: dict[Row, list[Row]] = {}
-    for row in rows:
-        key = dataclasses.replace(row, **dict.fromkeys(sums, 0))
-        groups.setdefault(key, []).append(row)
+    key_of = lambda row: dataclasses.replace(row, **dict.fromkeys(sums, 0))
     totals = (
         dataclasses.replace(key, **{n: sum(getattr(row, n) for row in group) for n in sums})
-        for key, group in groups.items()
+        for key, group in _section.grouped(rows, key_of).items()
     )
     return tuple(sorted(totals, key=lambda row: -getattr(row, sums[0])))
 
@@ -102,7 +99,18 @@ class MatmulRow:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class GemmRow(_section.Located):
+class _CompiledRow(_section.Located):
+    """Row about instructions of one module, pass and line of the compiled program."""
+
+    module: str
+    phase: str  # "forward", "backward" or "recompute"
+    count: int
+    file: str = ""
+    line: int = 0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GemmRow(_CompiledRow):
     """Matmuls or convolutions of one module, pass, line, kernel and pair of dtypes.
 
     Args:
@@ -121,21 +129,16 @@ class GemmRow(_section.Located):
       line: line number in `file`.
     """
 
-    module: str
-    phase: str
     lhs: str
     rhs: str
     out: str
     kernel: str
     was_fp8: str
     flops: int
-    count: int
-    file: str = ""
-    line: int = 0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class AttentionRow(_section.Located):
+class AttentionRow(_CompiledRow):
     """Fused attention kernels of one module, pass and line.
 
     Args:
@@ -150,19 +153,14 @@ class AttentionRow(_section.Located):
       flops: FLOPs of all executions, per device; a causal mask halves them.
     """
 
-    module: str
-    phase: str
     kernel: str
     dtype: str
     shape: tuple[int, ...]
-    count: int
-    file: str = ""
-    line: int = 0
     flops: int = 0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class CollectiveRow(_section.Located):
+class CollectiveRow(_CompiledRow):
     """Collectives of one module, pass, line and dtype.
 
     Args:
@@ -187,14 +185,9 @@ class CollectiveRow(_section.Located):
         microbatches does.
     """
 
-    module: str
-    phase: str
     operation: str
     dtype: str
     bytes: int
-    count: int
-    file: str = ""
-    line: int = 0
     content: str = ""
     axes: tuple[str, ...] = ()
     read_as: str = ""
@@ -242,8 +235,9 @@ class Compilation(NamedTuple):
     collectives: tuple[CollectiveRow, ...]
     memory: MemoryRow
     notes: tuple[str, ...]
-    # `Origins` of the program, for the checks.
+    # `Origins` and `Compiled` of the program, for the checks.
     origins: Any
+    compiled: Any
 
 
 # ---------------------------------------------------------------------------

@@ -18,7 +18,6 @@ from jax.extend.core import ClosedJaxpr
 
 from jaxmp import _core, _programs
 from jaxmp._core import _compat
-from jaxmp._tools.audit._checks import OpOccurrence, PendingFindings
 from jaxmp._tools.audit._labels import FloatInput
 from jaxmp.errors import AuditError
 from jaxmp.optim import _roles
@@ -112,10 +111,9 @@ class Traced:
             is_input = leaf.path in outside and leaf.role == _roles.OTHER
             if is_input and _core.dtype_of(leaf.value) == _core.FLOAT32:
                 # The first key distinguishes positional from keyword arguments.
-                keys = list(map(_key, leaf.path[1:]))
-                names = [self.names[n] for n in keys[:1] if n in range(len(self.names))]
-                names += [key for key in keys if isinstance(key, str)]
-                name = names[-1] if names else "NAME"
+                first, *rest = leaf.path[1:]
+                names = [self._text(first), *_core.path_names(tuple(rest))]
+                name = [each for each in names if not each.isdigit()][-1]
                 inputs.append((FloatInput(name, jtu.keystr(leaf.path[1:])), var))
         return inputs
 
@@ -144,28 +142,6 @@ class Traced:
             leaf.role or (_roles.PARAMETER if flag and is_float(leaf.value) else _roles.INPUT)
             for leaf, flag in zip(self.leaves, self.may_be_weights(), strict=True)
         ]
-
-    @functools.cached_property
-    def _body_of(self) -> Callable[[Any], _programs.Body]:
-        """Jaxpr of the program -> its makers and readers."""
-        return functools.cache(_programs.Body)
-
-    def maker_of(self, result: _programs.Atom, findings: PendingFindings) -> OpOccurrence | None:
-        """Returns the operation that computes a result, inside of the calls that return it."""
-        jaxpr, var, op = self.jaxpr, result, None
-        location, locations = _programs.Location(), _programs.Locations()
-        while var is not None:
-            body = self._body_of(jaxpr)
-            maker = body.maker(var)
-            if maker is None:
-                break
-            location = locations.of(maker, location)
-            op = OpOccurrence(maker, location, 1, body, findings, op)
-            below, var = var, None
-            for inner in _programs.inners(maker)[-1:]:
-                pairs = zip(inner.results, inner.jaxpr.outvars, strict=True)
-                jaxpr, var = inner.jaxpr, next((v for result, v in pairs if result is below), None)
-        return op
 
 
 def check_function(fn: object, name: str) -> None:
@@ -302,12 +278,6 @@ def _parameters(fn: Callable[..., Any]) -> list[str]:
     except (TypeError, ValueError):
         return []
     return [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-
-
-def _key(key: object) -> Any:
-    """Returns the dict key, attribute name or index of one step of a key path."""
-    names = (name for name in ("key", "name", "idx") if hasattr(key, name))
-    return next((getattr(key, name) for name in names), str(key))
 
 
 def value_of(leaf: Any) -> Any:

@@ -10,7 +10,9 @@ import ast
 import inspect
 import sys
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
+
+Value = TypeVar("Value")
 
 
 class Function(NamedTuple):
@@ -52,7 +54,17 @@ _DENSITIES = ("norm", "uniform", "beta", "gamma", "t", "cauchy", "expon", "lapla
 _OF_DENSITIES = ("logpdf", "pdf", "logcdf", "cdf", "logsf", "sf")
 _RANDOM = "normal uniform gumbel exponential laplace logistic cauchy"
 
-# Module -> names of functions, separated by blanks -> their form.
+
+def _of_each(table: Mapping[str, Mapping[str, Value]]) -> dict[str, Value]:
+    """Returns the value of each full name, of a module -> names, separated by blanks -> value."""
+    return {
+        f"{module}.{name}".lstrip("."): value
+        for module, rows in table.items()
+        for names, value in rows.items()
+        for name in names.split()
+    }
+
+
 _TABLE: dict[str, dict[str, Function]] = {
     "jax.numpy": {
         "sum mean prod cumsum cumprod nansum nanmean nanprod nancumsum var std nanvar nanstd"
@@ -99,22 +111,17 @@ _TABLE: dict[str, dict[str, Function]] = {
     "optax.tree": {"norm sum vdot": Function(is_tree=True)},
 }
 # Methods of arrays, which compute with the array before the dot.
-METHODS: Mapping[str, Function] = {
-    name: form
-    for names, form in {
-        "sum mean prod cumsum cumprod var std dot max min clip trace ptp": _ARRAY,
+METHODS: Mapping[str, Function] = _of_each(
+    {
+        "": {
+            "sum mean prod cumsum cumprod var std dot max min clip trace ptp": _ARRAY,
+            "argmax argmin argsort": _INDICES,
+        },
         # Updates of indexed elements, such as `x.at[i].add(y)`.
-        "at.add at.subtract at.multiply at.mul": _ARRAY,
-        "argmax argmin argsort": _INDICES,
-    }.items()
-    for name in names.split()
-}
-FUNCTIONS: Mapping[str, Function] = {
-    f"{module}.{name}": form
-    for module, rows in _TABLE.items()
-    for names, form in rows.items()
-    for name in names.split()
-}
+        "at": {"add subtract multiply mul": _ARRAY},
+    }
+)
+FUNCTIONS: Mapping[str, Function] = _of_each(_TABLE)
 # Operation whose operand has a bound -> the functions that apply it to their first argument.
 DOMAINS: Mapping[str, frozenset[str]] = {
     "log": frozenset({"log", "log1p", "log2", "log10"}),
@@ -122,31 +129,23 @@ DOMAINS: Mapping[str, frozenset[str]] = {
     "exp": frozenset({"exp", "exp2", "expm1", "sinh", "cosh"}),
     "softmax": frozenset({"softmax", "log_softmax"}),
 }
-# Functions with a `preferred_element_type`.
-MATMULS = frozenset(
-    f"jax.{module}.{name}"
-    for module, names in {
-        "numpy": "matmul dot einsum tensordot inner vdot vecdot",
-        "lax": "dot dot_general ragged_dot batch_matmul conv conv_transpose conv_general_dilated"
-        " conv_with_general_padding",
-    }.items()
-    for name in names.split()
+# Functions with a `preferred_element_type`, and the method of an array.
+_LAX_MATMULS = (
+    "dot dot_general ragged_dot batch_matmul conv conv_transpose conv_general_dilated"
+    " conv_with_general_padding"
 )
+_MATMULS = {"matmul dot einsum tensordot inner vdot vecdot": _PAIR}
+MATMULS = frozenset(("dot", *_of_each({"jax.numpy": _MATMULS, "jax.lax": {_LAX_MATMULS: _PAIR}})))
 # Layers of Flax -> the argument of their constructor by which they return FP32 sums. The code uses
 # `jax.tree_util.Partial`, because a user's file may not import `functools`.
 _PREFERRED = "preferred_element_type=jnp.float32"
 _DOT = f"dot_general=jax.tree_util.Partial(jax.lax.dot_general, {_PREFERRED})"
 _CONV = f"conv_general_dilated=jax.tree_util.Partial(jax.lax.conv_general_dilated, {_PREFERRED})"
-LAYERS: Mapping[str, str] = {
-    f"flax.{name}": argument
-    for names, argument in {
-        "linen.Dense linen.DenseGeneral": _DOT,
-        "linen.Conv": _CONV,
-        "linen.Einsum linen.ConvTranspose nnx.Linear nnx.LinearGeneral nnx.Einsum nnx.Conv"
-        " nnx.ConvTranspose": _PREFERRED,
-    }.items()
-    for name in names.split()
+_LAYERS = {
+    "flax.linen": {"Dense DenseGeneral": _DOT, "Conv": _CONV, "Einsum ConvTranspose": _PREFERRED},
+    "flax.nnx": {"Linear LinearGeneral Einsum Conv ConvTranspose": _PREFERRED},
 }
+LAYERS: Mapping[str, str] = _of_each(_LAYERS)
 EMBEDDINGS = frozenset(("flax.linen.Embed", "flax.nnx.Embed"))
 # Constructors such as `jnp.float16(x)`.
 DTYPES = frozenset(f"jax.numpy.{name}" for name in ("float16", "bfloat16", "float32"))

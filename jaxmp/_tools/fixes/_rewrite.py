@@ -9,7 +9,7 @@ from __future__ import annotations
 import ast
 import functools
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection
 from typing import Any
 
 import jax.numpy as jnp
@@ -75,25 +75,17 @@ def narrowed(expression: Expression, indices: Collection[int], dtype: str) -> st
       indices: 0 for the first array, 1 for the second.
       dtype: such as "bfloat16".
     """
-    node, name = expression.copy(), known_function(expression)[0]
-    operands = _operands(node, expression)
+    name = known_function(expression)[0]
     if name == "jax.numpy.einsum":
-        indices = range(len(operands))
-    if not indices or max(indices) >= len(operands):
-        return ""
-    chosen = [operands[index] for index in indices]
-    node = _Replaced({old: _in_dtype(old, dtype, expression) for old in chosen}).visit(node)
-    code = ast.unparse(node)
-    sums = _with_sums(node, name, "float32")
+        indices = range(len(_operands(expression.node, expression)))
+    code = _with_operands(expression, indices, lambda old: _in_dtype(old, dtype, expression))
+    sums = _with_sums(parsed(code), name, "float32") if code else None
     return expression.replaced_by(code, "" if sums is None else ast.unparse(sums))
 
 
 def with_operand(expression: Expression, index: int, code: str) -> str:
     """Returns an operation of two arrays in which code replaces one; see `narrowed`."""
-    node = expression.copy()
-    operands = _operands(node, expression)[index : index + 1]
-    new = {operand: parsed(code) for operand in operands}
-    return expression.replaced_by(_Replaced(new).visit(node)) if new else ""
+    return expression.replaced_by(_with_operands(expression, [index], lambda _: parsed(code)))
 
 
 def scaled(expression: Expression, sign: str, scale: float) -> str:
@@ -101,26 +93,36 @@ def scaled(expression: Expression, sign: str, scale: float) -> str:
 
     It is not an edit, because another line must change, too.
     """
+    operator = ast.Mult() if sign == "*" else ast.Div()
+    product = lambda first: ast.BinOp(first, operator, ast.Constant(scale))
+    return _with_operands(expression, [0], product)
+
+
+def _with_operands(
+    expression: Expression, indices: Collection[int], change: Callable[[ast.expr], ast.expr]
+) -> str:
+    """Returns an operation with changes of some of its arrays; "" without these arrays."""
     node = expression.copy()
-    first = next(iter(_operands(node, expression)), None)
-    if first is None:
+    operands = _operands(node, expression)
+    if not indices or max(indices) >= len(operands):
         return ""
-    product = ast.BinOp(first, ast.Mult() if sign == "*" else ast.Div(), ast.Constant(scale))
-    return ast.unparse(_Replaced({first: product}).visit(node))
+    new = {operands[index]: change(operands[index]) for index in indices}
+    return ast.unparse(Changed(new.get).visit(node))
 
 
-class _Replaced(ast.NodeTransformer):
-    """Replaces nodes of a syntax tree."""
+class Changed(ast.NodeTransformer):
+    """Replaces those nodes of a syntax tree for which a function returns another one."""
 
-    def __init__(self, new: Mapping[ast.expr, ast.expr]) -> None:
-        self.new = new
+    def __init__(self, change: Callable[[Any], ast.expr | None]) -> None:
+        self.change = change
 
     def visit(self, node: Any) -> Any:
-        return self.new[node] if node in self.new else self.generic_visit(node)
+        new = self.change(node)
+        return self.generic_visit(node) if new is None else new
 
 
 def _operands(node: ast.expr, expression: Expression) -> list[ast.expr]:
-    """Returns the arrays of an operation that computes with two; of a lookup, its table."""
+    """Returns the operands of an operation that computes with several; of a lookup, its table."""
     if isinstance(node, ast.BinOp):
         return [node.left, node.right]
     if isinstance(node, ast.Subscript):
@@ -132,6 +134,11 @@ def _operands(node: ast.expr, expression: Expression) -> list[ast.expr]:
         return [node.func.value, *node.args[:1]]
     if name == "jax.numpy.take":
         return node.args[:1]
+    if name == "jax.numpy.where" and len(node.args) == 3:
+        condition, if_true, if_false = node.args
+        return [condition, if_false, if_true]
+    if name == "jax.numpy.concatenate" and isinstance(node.args[0], ast.List | ast.Tuple):
+        return node.args[0].elts
     is_pair = row is not None and len(row.arrays) > 1
     return _functions.arguments_of(node, name, row) if row is not None and is_pair else []
 
@@ -161,26 +168,21 @@ def with_fp32_summand(expression: Expression, index: int | None) -> str:
       expression: of the sum.
       index: 0 or 1 for the array to cast; None: none.
     """
-    node = _WideConstants(expression).visit(expression.copy())
+
+    def widened(node: ast.AST) -> ast.expr | None:
+        # An array of a number and a dtype, such as `jnp.asarray(0.9, c)`.
+        match node:
+            case ast.Call(function, [ast.Constant() as number, _]) if (
+                expression.name_of(function) in _functions.CASTS
+            ):
+                return ast.Call(function, [number, _WIDE], [])
+        return None
+
+    node = Changed(widened).visit(expression.copy())
     if index is not None and isinstance(node, ast.BinOp):
         side = "right" if index else "left"
         setattr(node, side, cast(getattr(node, side)))
     return expression.replaced_by(node)
-
-
-class _WideConstants(ast.NodeTransformer):
-    """Makes arrays of a number and a dtype in FP32, such as `jnp.asarray(0.9, c)`."""
-
-    def __init__(self, expression: Expression) -> None:
-        self.expression = expression
-
-    def visit_Call(self, node: ast.Call) -> ast.expr:
-        self.generic_visit(node)
-        name = self.expression.name_of(node.func)
-        is_array = name in ("jax.numpy.asarray", "jax.numpy.array") and len(node.args) == 2
-        if is_array and isinstance(node.args[0], ast.Constant):
-            return ast.Call(node.func, [node.args[0], _WIDE], [])
-        return node
 
 
 def _widened(expression: Expression) -> ast.expr | None:
@@ -227,7 +229,8 @@ def _with_wide_arguments(node: ast.Call, name: str, row: _functions.Function) ->
     first = next(arrays, None)
     if first is None:
         return None
-    return _Replaced({first: (_cast_tree if row.is_tree else cast)(first)}).visit(node)
+    new = (_cast_tree if row.is_tree else cast)(first)
+    return Changed({first: new}.get).visit(node)
 
 
 def _indexed(method: ast.Attribute) -> ast.Attribute | None:
@@ -292,39 +295,36 @@ def with_wide_attend(expression: Expression, embedding: Expression, dtype: str) 
 
 def with_finite_numbers(expression: Expression, dtype: str) -> str:
     """Returns an expression whose constants are at most the largest number of a dtype."""
-    return expression.replaced_by(_FiniteNumbers(dtype).visit(expression.copy()))
+    largest = float(jnp.finfo(dtype).max)
 
+    def limited(node: Any) -> ast.expr | None:
+        is_negative = isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub)
+        number = node.operand if is_negative else node
+        value = number.value if isinstance(number, ast.Constant) else None
+        if not isinstance(value, (int, float)) or not largest < value < math.inf:
+            return None
+        return parsed(f"jnp.finfo(jnp.{dtype}).{'min' if is_negative else 'max'}")
 
-class _FiniteNumbers(ast.NodeTransformer):
-    """Replaces numbers beyond the range of a dtype, with their sign."""
-
-    def __init__(self, dtype: str) -> None:
-        self.dtype, self.largest = dtype, float(jnp.finfo(dtype).max)
-
-    def visit_UnaryOp(self, node: ast.UnaryOp) -> ast.AST:
-        if isinstance(node.op, ast.USub) and self._is_large(node.operand):
-            return parsed(f"jnp.finfo(jnp.{self.dtype}).min")
-        return self.generic_visit(node)
-
-    def visit_Constant(self, node: ast.Constant) -> ast.expr:
-        return parsed(f"jnp.finfo(jnp.{self.dtype}).max") if self._is_large(node) else node
-
-    def _is_large(self, node: ast.expr) -> bool:
-        value = node.value if isinstance(node, ast.Constant) else None
-        return isinstance(value, (int, float)) and self.largest < value < math.inf
+    return expression.replaced_by(Changed(limited).visit(expression.copy()))
 
 
 def cast(array: ast.expr, dtype: str = "float32") -> ast.expr:
-    """Returns code for a cast of an array; before a bound, which 16 bits may round to 1 or 0."""
-    function = array.func if isinstance(array, ast.Call) else None
-    if dtype == "float32" and isinstance(function, ast.Attribute) and function.attr in _CASTS:
-        # A wider cast of what is already rounded would not help.
-        assert isinstance(array, ast.Call)
-        return _recast(array, dtype)
-    if dtype == "float32" and isinstance(function, ast.Attribute) and function.attr in _BOUNDS:
-        assert isinstance(array, ast.Call)
+    """Returns code for a cast of an array.
+
+    It is before a bound, which 16 bits may round to 1 or 0, and before a square, which overflows
+    early.
+    """
+    is_wide = dtype == "float32"
+    squared = _squared(array) if is_wide else None
+    if squared is not None:
+        return Changed({squared: cast(squared)}.get).visit(array)
+    if is_wide and isinstance(array, ast.Call) and isinstance(array.func, ast.Attribute):
+        function, numbers = array.func, [each.value for each in array.keywords]
+        if function.attr in _CASTS:
+            # A wider cast of what is already rounded would not help.
+            return _recast(array, dtype)
         first, *bounds = array.args or [_WIDE]
-        if all(map(_is_number, (*bounds, *(each.value for each in array.keywords)))):
+        if function.attr in _BOUNDS and all(map(_is_number, bounds + numbers)):
             if not _is_number(first):
                 return ast.Call(function, [cast(first), *bounds], array.keywords)
             if function.attr == "clip":
@@ -342,6 +342,18 @@ def _recast(call: ast.Call, dtype: str) -> ast.Call:
     """Returns a cast, such as `x.astype(d)` or `jnp.astype(x, d)`, to another dtype."""
     count = len(call.args) + any(keyword.arg in ("dtype", "new_dtype") for keyword in call.keywords)
     return ast.Call(call.func, [*call.args[: count - 1], parsed(f"jnp.{dtype}")], [])
+
+
+def _squared(node: ast.expr) -> ast.expr | None:
+    """Returns the operand of a square, such as `x ** 2`; None for another expression."""
+    match node:
+        case ast.Call(ast.Attribute(attr="square"), [x], []):
+            return x
+        case ast.BinOp(x, ast.Pow(), ast.Constant(2)):
+            return x
+        case ast.BinOp(x, ast.Mult(), same) if ast.unparse(x) == ast.unparse(same):
+            return x
+    return None
 
 
 def _is_number(node: ast.expr) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import dataclasses
 import functools
 import linecache
@@ -119,6 +120,11 @@ class Expression:
         code = new if isinstance(new, str) else ast.unparse(new)
         if not code or code == self.text:
             return ""
+        variable = self.node.left if isinstance(self.node, ast.BinOp) else self.node
+        if isinstance(getattr(variable, "ctx", None), ast.Store):
+            # An augmented assignment, such as `x *= y`, becomes an assignment.
+            assigned = f"{ast.unparse(variable)} = "
+            code, other, alone = (text and assigned + text for text in (code, other, alone))
         edit = Edit(*self.place, self.text, code, other, alone)
         if edit not in self.edits:
             self.edits.append(edit)
@@ -159,8 +165,28 @@ def expression_of(op: Any) -> Expression:
                 node = _parsed(*place)
                 second = len(op.equation.invars) > 1 and _programs.is_literal(op.equation.invars[0])
                 names = code.co_varnames[1 : code.co_argcount] if code.co_name == "__call__" else ()
-                return Expression(node, place, findings.edits, second, names) if node else UNKNOWN
+                if node is None:
+                    return UNKNOWN
+                return _with_owner(Expression(node, place, findings.edits, second, names))
     return UNKNOWN
+
+
+def _with_owner(expression: Expression) -> Expression:
+    """Returns a method call with the array before its dot.
+
+    In an expression of several lines, Python records the place of the method's name alone.
+    """
+    file, line, end_line, start, end = expression.place
+    before = linecache.getline(file, line).encode()[:start].rstrip()
+    whole = enclosing(expression) if before.endswith(b".") else ()
+    return next(
+        (
+            e
+            for e in whole
+            if e.place[1:] != expression.place[1:] and e.place[2::2] == (end_line, end)
+        ),
+        expression,
+    )
 
 
 # Several findings are in one function.
@@ -229,10 +255,15 @@ def _parsed(
 # Several operations come from one expression.
 @functools.lru_cache(maxsize=256)
 def _parsed_text(text: str) -> ast.expr | None:
-    try:
-        return ast.parse(f"({text})", mode="eval").body if text else None
-    except (SyntaxError, ValueError):
-        return None
+    """Returns an expression, which is `x * y` for the statement `x *= y`; None for another text."""
+    for code in (f"({text})", text) if text else ():
+        with contextlib.suppress(SyntaxError, ValueError):
+            match ast.parse(code).body:
+                case [ast.Expr(node)]:
+                    return node
+                case [ast.AugAssign(target, operator, value)]:
+                    return ast.BinOp(target, operator, value)
+    return None
 
 
 # Each node is that of `_parsed_text`, which is never changed.
@@ -287,7 +318,7 @@ def with_inner(code: str, old: str, new: str) -> str:
     for text, changed in ((f"({old}){IN_FP32}", f"({new})"), (old + IN_FP32, new)):
         code = code.replace(text, changed)
     code = code.replace(old, new).replace(2 * IN_FP32, IN_FP32)
-    return ast.unparse(ast.parse(code, mode="eval"))
+    return ast.unparse(ast.parse(code))
 
 
 def both(first: str, second: str) -> str:

@@ -21,6 +21,7 @@ from typing import NamedTuple
 
 from jaxmp._core import _compat
 from jaxmp._tools.fixes import _source
+from jaxmp._tools.fixes._rewrite import Changed
 from jaxmp._tools.fixes._source import IN_16_BITS, Edit, both, codes_of, with_inner
 
 WORKS, FAILS, NOT_TRIED = "works", "fails", "not tried"
@@ -50,7 +51,8 @@ def unified(fix: str, file: str, line: int, edits: Iterable[Edit]) -> tuple[str,
       The fix, and None if some of its code is not an edit, such as a change of the optimizer.
     """
     code = set(codes_of(fix))
-    is_here = lambda edit: (edit.file, edit.line) == (file, line) or edit.where in fix
+    has_line = lambda edit: edit.file == file and edit.line <= line <= edit.end_line
+    is_here = lambda edit: has_line(edit) or edit.where in fix
     chosen = [edit for edit in edits if edit.code in code and is_here(edit)]
     if not code or not code <= {edit.code for edit in chosen}:
         return fix, None
@@ -281,22 +283,18 @@ def patched(functions: list[types.FunctionType], layers: Sequence[Edits]) -> Ite
       layers: edits, each of the text that the one before makes.
     """
     codes = [(function, function.__code__) for function in functions]
-    texts = _texts(layers)
-    before = {file: linecache.cache.get(file) for file in texts}
+    texts, before = _texts(layers), linecache.cache
+    entries = {file: (sum(map(len, lines)), None, lines, file) for file, lines in texts.items()}
     try:
         for function, code in _replacements(functions, texts):
             function.__code__ = code
-        for file, lines in texts.items():
-            linecache.cache[file] = (sum(map(len, lines)), None, lines, file)
+        linecache.cache = before | entries
         with _compat.context(version=next(_VERSIONS)):
             yield
     finally:
+        linecache.cache = before
         for function, code in codes:
             function.__code__ = code
-        for file, entry in before.items():
-            linecache.cache.pop(file)
-            if entry is not None:
-                linecache.cache[file] = entry
 
 
 def _texts(layers: Sequence[Edits]) -> dict[str, list[str]]:
@@ -323,14 +321,13 @@ def _replacements(
 ) -> Iterator[tuple[types.FunctionType, types.CodeType]]:
     for file, lines in texts.items():
         old, new = _compiled(file, linecache.getlines(file)), _compiled(file, lines)
-        counterparts: dict[int, types.CodeType | None] = {}
-        for function, code in [(f, f.__code__) for f in functions]:
-            if code.co_filename == file:
-                if id(code) not in counterparts:
-                    counterparts[id(code)] = _counterpart(code, old, new)
-                changed = counterparts[id(code)]
-                if changed is not None:
-                    yield function, changed
+        own = [(f, f.__code__) for f in functions if f.__code__.co_filename == file]
+        codes = {id(code): code for _, code in own}
+        counterparts = {key: _counterpart(code, old, new) for key, code in codes.items()}
+        for function, code in own:
+            changed = counterparts[id(code)]
+            if changed is not None:
+                yield function, changed
 
 
 def _counterpart(
@@ -354,13 +351,12 @@ def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
             yield from _codes(const)
 
 
-class _Plain(ast.NodeTransformer):
-    """Removes the variables that `_edited` keeps for a closure."""
-
-    def visit_Subscript(self, node: ast.Subscript) -> ast.expr:
-        self.generic_visit(node)
-        is_kept = ast.unparse(node.slice) == "False"
-        return node.value.elts[0] if is_kept and isinstance(node.value, ast.Tuple) else node
+def _without_kept(node: ast.AST) -> ast.expr | None:
+    """Returns an expression without the variables that `_edited` keeps for a closure."""
+    match node:
+        case ast.Subscript(ast.Tuple([first, *_]), ast.Constant(False)):
+            return Changed(_without_kept).visit(first)
+    return None
 
 
 def _plain(fix: str) -> str:
@@ -368,12 +364,20 @@ def _plain(fix: str) -> str:
     lines = fix.splitlines()
     for n, line in enumerate(lines):
         if line.startswith("    ") and "[False]" in line:
-            lines[n] = "    " + ast.unparse(_Plain().visit(ast.parse(line.strip())))
+            lines[n] = "    " + ast.unparse(Changed(_without_kept).visit(ast.parse(line.strip())))
     return "\n".join(lines)
 
 
 def _names(code: str) -> set[str]:
     return {node.id for node in ast.walk(ast.parse(code)) if isinstance(node, ast.Name)}
+
+
+def _assignment(code: str) -> tuple[str, str]:
+    """Returns the target of an assignment with its sign, and the value; "" and any other code."""
+    match ast.parse(code).body:
+        case [ast.Assign([target], value)]:
+            return f"{ast.unparse(target)} = ", ast.unparse(value)
+    return "", code
 
 
 def _edited(lines: list[str], edits: list[Edit], free: set[str]) -> str:
@@ -398,8 +402,9 @@ def _edited(lines: list[str], edits: list[Edit], free: set[str]) -> str:
         # A function whose closure lost a variable could not replace the live one.
         lost = sorted((_names(edit.old) & free) - _names(edit.code))
         new = _source.with_names_of(edit.file, edit.code, "__import__('jax').numpy")
-        code = f"({new}, {', '.join(lost)})[False]" if lost else f"({new})"
-        code = f"({code}{chr(10) * (last - first)})".encode()
+        assigned, value = _assignment(new)
+        code = f"({value}, {', '.join(lost)})[False]" if lost else f"({value})"
+        code = f"{assigned}({code}{chr(10) * (last - first)})".encode()
         whole = encoded[first][: edit.start] + code + encoded[last][edit.end :]
         encoded[first : last + 1] = whole.splitlines(keepends=True)
     return b"".join(encoded).decode()

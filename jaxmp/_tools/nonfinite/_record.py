@@ -119,7 +119,7 @@ class Recorder(Interpreter):
         super().__init__()
         self.regions: dict[Key, Region] = {}
         self.locations = _programs.Locations()
-        self.findings = _checks.PendingFindings(lambda _: False)
+        self.findings = _checks.PendingFindings(None)
 
     def run(self, jaxpr: Any, args: Sequence[Any], start: Start = PROGRAM) -> list[Any]:
         if start.state is None:  # the test of a while loop
