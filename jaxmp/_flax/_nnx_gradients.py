@@ -90,15 +90,7 @@ def value_and_grad(
             **options,
         )
     gradient = Gradient(fn, argnums, has_aux, trained(wrt))
-    options = {"loss_scale": loss_scale, **options}
-    _value_and_grad.value_and_grad(fn, **options)  # Checks the options before the first call.
-
-    @functools.wraps(fn, updated=())
-    def value_and_grad_fn(*args: PyTree, **kwargs: PyTree) -> PyTree:
-        out, _ = gradient(args, kwargs, options)
-        return out
-
-    return value_and_grad_fn
+    return gradient.function({"loss_scale": loss_scale, **options})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -140,13 +132,31 @@ class Gradient:
         argnums = _value_and_grad.count_argnums("argnums", self.numbers, count, 1)
         return dict(zip(argnums, filters, strict=True))
 
-    def __call__(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], options: dict[str, Any]
-    ) -> tuple[Any, list[Write]]:
-        """Returns the result of `value_and_grad`, and all writes of `fn` to Flax objects."""
-        args, kwargs = by_position(self.fn, args, kwargs)
-        with nnx.update_context(_TAG):
-            return _Call(self, args, kwargs, options).run()
+    def function(
+        self,
+        options: dict[str, Any],
+        prepare: Callable[[dict[str, Any]], dict[str, Any]] = lambda options: options,
+        record: Callable[[list[Write]], None] = lambda _: None,
+    ) -> Callable[..., Any]:
+        """Returns the function that computes the loss and the gradients.
+
+        Args:
+          options: keyword arguments of `jaxmp.value_and_grad`.
+          prepare: returns the options of a call.
+          record: is called with all writes of `fn` to Flax objects.
+        """
+        _value_and_grad.value_and_grad(self.fn, **options)  # Checks them before the first call.
+
+        @functools.wraps(self.fn, updated=())
+        def value_and_grad_fn(*args: PyTree, **kwargs: PyTree) -> PyTree:
+            called = prepare(options)
+            args, kwargs = by_position(self.fn, args, kwargs)
+            with nnx.update_context(_TAG):
+                out, writes = _Call(self, args, kwargs, called).run()
+            record(writes)
+            return out
+
+        return value_and_grad_fn
 
 
 class _NewLeaf(NamedTuple):

@@ -19,7 +19,7 @@ from jaxmp._flax._nnx_cast_on_read import bound_of
 from jaxmp._flax._nnx_gradients import Gradient
 from jaxmp._flax._nnx_layers import OverwriteWithGradient, trained
 from jaxmp._flax._nnx_writes import Write, continued, undo
-from jaxmp._gradients import _loss_scale, _value_and_grad
+from jaxmp._gradients import _loss_scale
 from jaxmp.errors import CompositionError, JaxmpError
 from jaxmp.fp8 import _overwritten
 from jaxmp.optim import _apply, _assign, _average, _find
@@ -131,15 +131,7 @@ class Optimizer(nnx.Optimizer):
                 self.value_and_grad, argnums=argnums, has_aux=has_aux, **options
             )
         gradient = Gradient(fn, argnums, has_aux, trained(self.wrt))
-        _value_and_grad.value_and_grad(fn, **options)  # Checks the options before the first call.
-
-        @functools.wraps(fn, updated=())
-        def value_and_grad_fn(*args: PyTree, **kwargs: PyTree) -> PyTree:
-            out, writes = gradient(args, kwargs, self._gradient_options(options))
-            self._remember(writes)
-            return out
-
-        return value_and_grad_fn
+        return gradient.function(options, self._gradient_options, self._remember)
 
     def _gradient_options(self, options: dict[str, Any]) -> dict[str, Any]:
         if "loss_scale" not in options:
