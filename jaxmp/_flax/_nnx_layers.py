@@ -46,12 +46,6 @@ def _einsum_sizes(module: nnx.Einsum, shape: tuple[int, ...]) -> Sizes:
     return stack, (1 if exclusion else k), n
 
 
-def matrix_sizes(module: nnx.Module, shape: tuple[int, ...]) -> Sizes:
-    """Returns the sizes of a kernel `[..., inputs, outputs]`."""
-    del module
-    return shape[:-2], shape[-2], shape[-1]
-
-
 def _unstacked(
     shape: tuple[int, ...], own: tuple[int, ...]
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -195,7 +189,10 @@ def _init_state(
     It does not depend on the device or the compile target, so checkpoints are portable.
     """
     kernel = vars(module)[traits.kernel].get_raw_value()
-    stack, k, n = (traits.kernel_sizes or matrix_sizes)(module, kernel.shape)
+    if traits.kernel_sizes is None:  # [..., inputs, outputs]
+        stack, k, n = kernel.shape[:-2], *kernel.shape[-2:]
+    else:
+        stack, k, n = traits.kernel_sizes(module, kernel.shape)
     if k % 16 or n % 16:
         return {}
 
