@@ -115,9 +115,10 @@ def paths_of(entries: list[ModuleEntry]) -> dict[str, type | None]:
       A dict from module path to the module's class, `''` being the model itself, and from
       `path:name` to None for every parameter.
     """
-    paths = {"/".join(path): author_class(type(e.module)) for e in entries for path in e.paths}
+    located = [(path, entry) for entry in entries for path in entry.paths]
+    paths = {"/".join(path): author_class(type(entry.module)) for path, entry in located}
     # As in the model's state: `a/layers:0` for a parameter in a list.
-    names = (path + name for e in entries for path in e.paths for name, _ in e.params)
+    names = (path + name for path, entry in located for name, _ in entry.params)
     return {**paths, **dict.fromkeys(map(_core.parameter_path, names))}
 
 
