@@ -167,18 +167,17 @@ def set_fp8_state(module: nnx.Module, traits: LayerTraits, changes: dict[str, An
     """
     dots = [value for value in changes.values() if is_stateful(value)]
     required = _init_state(module, traits, dots[0]) if dots else {}
-    present = {name for name, value in vars(module).items() if _is_state(name, value)}
-    shapes = {name: vars(module)[name].get_raw_value().shape for name in present}
-    if shapes == {name: leaf.shape for name, leaf in required.items()}:
+    present = {
+        name: value.get_raw_value().shape
+        for name, value in vars(module).items()
+        if name.startswith(_state.PREFIX) and isinstance(value, OverwriteWithGradient)
+    }
+    if present == {name: leaf.shape for name, leaf in required.items()}:
         return
     for name in present:
         delattr(module, name)
     for name, leaf in required.items():
         setattr(module, name, OverwriteWithGradient(leaf))
-
-
-def _is_state(name: str, value: object) -> bool:
-    return name.startswith(_state.PREFIX) and isinstance(value, OverwriteWithGradient)
 
 
 def _init_state(

@@ -135,7 +135,7 @@ class Optimizer(nnx.Optimizer):
 
     def _gradient_options(self, options: dict[str, Any]) -> dict[str, Any]:
         if "loss_scale" not in options:
-            if not self._is_present():
+            if not _compat.can_update(self.step):
                 raise JaxmpError(
                     "optimizer.value_and_grad was called in a compiled function on an optimizer "
                     "that the function does not receive as an argument, so its loss scale would "
@@ -145,10 +145,6 @@ class Optimizer(nnx.Optimizer):
                 )
             options = {**options, "loss_scale": self.loss_scale}
         return _find.gradient_options(self._pure_state(), options)
-
-    def _is_present(self) -> bool:
-        """Returns False inside a compiled function that did not receive this optimizer."""
-        return _compat.can_update(self.step)
 
     def _warn_of_wide(self, model: nnx.Module) -> None:
         """Warns about frozen FP32 parameters, after other optimizers have cast theirs."""
@@ -162,7 +158,7 @@ class Optimizer(nnx.Optimizer):
         """Records the writes of a call, which replace those of an earlier call."""
         earlier = {write.slot: write for write in _pending.pop(self, ())}
         # `update` cannot reach writes inside a compiled function without the optimizer.
-        if self._is_present():
+        if _compat.can_update(self.step):
             _pending[self] = [
                 continued(write, earlier[write.slot]) if write.slot in earlier else write
                 for write in writes
