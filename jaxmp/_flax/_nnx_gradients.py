@@ -80,17 +80,12 @@ def value_and_grad(
       >>> float(grads["bias"][...][0])
       4.0
     """
+    options = {"loss_scale": loss_scale, **options}
     if fn is None:
         return functools.partial(
-            value_and_grad,
-            argnums=argnums,
-            has_aux=has_aux,
-            loss_scale=loss_scale,
-            wrt=wrt,
-            **options,
+            value_and_grad, argnums=argnums, has_aux=has_aux, wrt=wrt, **options
         )
-    gradient = Gradient(fn, argnums, has_aux, trained(wrt))
-    return gradient.function({"loss_scale": loss_scale, **options})
+    return Gradient(fn, argnums, has_aux, trained(wrt)).function(options)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -222,15 +217,14 @@ class _Call:
         self._check_aliases(is_differentiated)
         self.differentiated: dict[int, list[int]] = {k: [] for k in range(len(self.objects))}
         self.overwritten: dict[int, list[int]] = {k: [] for k in range(len(self.objects))}
-        self.carried: list[int] = []
+        self.carried: dict[int, None] = {}
         for i, (path, leaf) in enumerate(zip(self.paths, self.leaves, strict=True)):
             if is_differentiated(path, leaf):
                 is_state = isinstance(leaf, OverwriteWithGradient)
                 group = self.overwritten if is_state else self.differentiated
                 group[path[0]].append(i)
             elif self.microbatches > 1 and _is_carried(leaf):
-                self.carried.append(i)
-        self.is_carried = frozenset(self.carried)
+                self.carried[i] = None
 
     def _check_aliases(self, is_differentiated: Callable[..., bool]) -> None:
         if len(self.objects) < 2:
@@ -364,7 +358,7 @@ class _Call:
             self.new_leaves.append(_NewLeaf(i, is_changed, jax.tree.structure(leaf)))
             if is_changed:
                 self._check_change(path, leaf, i)
-                values += [] if i in self.is_carried else [_value(leaf)]
+                values += [] if i in self.carried else [_value(leaf)]
         return loss, ([_value(present.get(i, inner[i])) for i in self.carried], (values, aux))
 
     def _check_change(
@@ -372,7 +366,7 @@ class _Call:
     ) -> None:
         """Raises an error for a changed or new leaf that microbatches cannot pass on."""
         microbatches = f"With microbatches={self.microbatches} the function"
-        if i in self.is_carried:
+        if i in self.carried:
             if not _core.are_alike(_value(leaf), self.values[i]):
                 raise JaxmpError(
                     f"{microbatches} changes the shape or the dtype of {_text(path[2:])}, from "
