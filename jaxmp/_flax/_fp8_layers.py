@@ -73,9 +73,8 @@ class _LayerFunction:
         lhs, rhs = operands
         own = lhs.dtype if _keeps_kernel(lhs.dtype, rhs.dtype) else None
         wide = next((dtype for dtype in (self.wide, preferred) if dtype is not None), own)
-        if self.state is None:
-            return in_fp8(lhs, rhs, preferred_element_type=wide)
-        return in_fp8(lhs, rhs, preferred_element_type=wide, state=self.state())
+        state = None if self.state is None else self.state()
+        return in_fp8(lhs, rhs, preferred_element_type=wide, state=state)
 
     def _plain(
         self, product: Product, lhs: jax.Array, rhs: jax.Array, preferred: DTypeLike | None

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax.core.scope import union_filters
 from flax.linen.dtypes import promote_dtype
+from opt_einsum.parser import parse_einsum_input
 
 from jaxmp import _core, _programs
 from jaxmp._core import PyTree, _compat
@@ -239,15 +240,9 @@ def _wide_einsum(module: Any, inputs: jax.Array, einsum_str: str | None = None) 
     out = _programs.wide_matmul(product, inputs, kernel, module.preferred_element_type)
     if not biases:
         return out
-    terms, _, result = equation.partition("->")
-    sizes = dict(zip(_axes(terms.partition(",")[2], kernel.ndim), kernel.shape, strict=True))
-    return out + biases[0].reshape([sizes.get(axis, 1) for axis in _axes(result, out.ndim)])
-
-
-def _axes(term: str, ndim: int) -> str:
-    """Returns the axes of an operand of an einsum; those of an ellipsis count from the right."""
-    count = ndim - len(term.replace(".", ""))
-    return term.replace("...", "".join(chr(256 + n) for n in reversed(range(count))))
+    terms, result, _ = parse_einsum_input((equation, inputs, kernel))
+    sizes = dict(zip(terms.split(",")[1], kernel.shape, strict=True))
+    return out + biases[0].reshape([sizes.get(axis, 1) for axis in result])
 
 
 def _looks_up_float32(module: nn.Module, module_policy: ModulePolicy) -> bool:

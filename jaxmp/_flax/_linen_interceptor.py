@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from flax import nnx
 from flax.core import Scope, freeze
 from flax.traverse_util import flatten_dict, unflatten_dict
 
@@ -133,16 +134,10 @@ class Plain(NamedTuple):
 # ---------------------------------------------------------------------------
 
 
-def _is_bridge(cls: type) -> bool:
-    """Returns True for subclasses of `flax.nnx.bridge.ToLinen`, which may not be imported."""
-    names = ((base.__module__, base.__name__) for base in cls.__mro__)
-    return ("flax.nnx.bridge.wrappers", "ToLinen") in names
-
-
 def _check_bridge(module: nn.Module, path: Path) -> None:
     """Refuses an NNX module without policies, because Linen policies do not reach it."""
     # A function can return a module with policies; a class returns one without.
-    if _is_bridge(type(module)) and isinstance(module.nnx_class, type):
+    if isinstance(module, nnx.bridge.ToLinen) and isinstance(module.nnx_class, type):
         name = module.nnx_class.__name__
         raise CompositionError(
             f"The ToLinen at {'/'.join(path)!r} contains an NNX {name}, which Linen policies "

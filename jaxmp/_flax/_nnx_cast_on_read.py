@@ -24,7 +24,7 @@ from jaxmp._policies._load import PolicyMap
 ATTRIBUTE = "_pytree__jaxmp"
 
 
-@dataclasses.dataclass(eq=False, repr=False)
+@dataclasses.dataclass(repr=False)
 class Bound:
     """Location of a module below the root that has the policies.
 
@@ -65,11 +65,6 @@ class Bound:
 
     def __hash__(self) -> int:
         return self._hash
-
-    def __eq__(self, other: object) -> bool:
-        if self is other:
-            return True
-        return isinstance(other, Bound) and self._hash == other._hash and self._key == other._key
 
     def __reduce__(self) -> tuple[type[Bound], tuple[Any, ...]]:
         return Bound, self._key

@@ -80,25 +80,12 @@ def value_and_grad(
       >>> float(grads["bias"][...][0])
       4.0
     """
+    options = {"loss_scale": loss_scale, **options}
     if fn is None:
         return functools.partial(
-            value_and_grad,
-            argnums=argnums,
-            has_aux=has_aux,
-            loss_scale=loss_scale,
-            wrt=wrt,
-            **options,
+            value_and_grad, argnums=argnums, has_aux=has_aux, wrt=wrt, **options
         )
-    gradient = Gradient(fn, argnums, has_aux, trained(wrt))
-    options = {"loss_scale": loss_scale, **options}
-    _value_and_grad.value_and_grad(fn, **options)  # Checks the options before the first call.
-
-    @functools.wraps(fn, updated=())
-    def value_and_grad_fn(*args: PyTree, **kwargs: PyTree) -> PyTree:
-        out, _ = gradient(args, kwargs, options)
-        return out
-
-    return value_and_grad_fn
+    return Gradient(fn, argnums, has_aux, trained(wrt)).function(options)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -140,13 +127,31 @@ class Gradient:
         argnums = _value_and_grad.count_argnums("argnums", self.numbers, count, 1)
         return dict(zip(argnums, filters, strict=True))
 
-    def __call__(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], options: dict[str, Any]
-    ) -> tuple[Any, list[Write]]:
-        """Returns the result of `value_and_grad`, and all writes of `fn` to Flax objects."""
-        args, kwargs = by_position(self.fn, args, kwargs)
-        with nnx.update_context(_TAG):
-            return _Call(self, args, kwargs, options).run()
+    def function(
+        self,
+        options: dict[str, Any],
+        prepare: Callable[[dict[str, Any]], dict[str, Any]] = lambda options: options,
+        record: Callable[[list[Write]], None] = lambda _: None,
+    ) -> Callable[..., Any]:
+        """Returns the function that computes the loss and the gradients.
+
+        Args:
+          options: keyword arguments of `jaxmp.value_and_grad`.
+          prepare: returns the options of a call.
+          record: is called with all writes of `fn` to Flax objects.
+        """
+        _value_and_grad.value_and_grad(self.fn, **options)  # Checks them before the first call.
+
+        @functools.wraps(self.fn, updated=())
+        def value_and_grad_fn(*args: PyTree, **kwargs: PyTree) -> PyTree:
+            called = prepare(options)
+            args, kwargs = by_position(self.fn, args, kwargs)
+            with nnx.update_context(_TAG):
+                out, writes = _Call(self, args, kwargs, called).run()
+            record(writes)
+            return out
+
+        return value_and_grad_fn
 
 
 class _NewLeaf(NamedTuple):
@@ -212,15 +217,14 @@ class _Call:
         self._check_aliases(is_differentiated)
         self.differentiated: dict[int, list[int]] = {k: [] for k in range(len(self.objects))}
         self.overwritten: dict[int, list[int]] = {k: [] for k in range(len(self.objects))}
-        self.carried: list[int] = []
+        self.carried: dict[int, None] = {}
         for i, (path, leaf) in enumerate(zip(self.paths, self.leaves, strict=True)):
             if is_differentiated(path, leaf):
                 is_state = isinstance(leaf, OverwriteWithGradient)
                 group = self.overwritten if is_state else self.differentiated
                 group[path[0]].append(i)
             elif self.microbatches > 1 and _is_carried(leaf):
-                self.carried.append(i)
-        self.is_carried = frozenset(self.carried)
+                self.carried[i] = None
 
     def _check_aliases(self, is_differentiated: Callable[..., bool]) -> None:
         if len(self.objects) < 2:
@@ -354,7 +358,7 @@ class _Call:
             self.new_leaves.append(_NewLeaf(i, is_changed, jax.tree.structure(leaf)))
             if is_changed:
                 self._check_change(path, leaf, i)
-                values += [] if i in self.is_carried else [_value(leaf)]
+                values += [] if i in self.carried else [_value(leaf)]
         return loss, ([_value(present.get(i, inner[i])) for i in self.carried], (values, aux))
 
     def _check_change(
@@ -362,7 +366,7 @@ class _Call:
     ) -> None:
         """Raises an error for a changed or new leaf that microbatches cannot pass on."""
         microbatches = f"With microbatches={self.microbatches} the function"
-        if i in self.is_carried:
+        if i in self.carried:
             if not _core.are_alike(_value(leaf), self.values[i]):
                 raise JaxmpError(
                     f"{microbatches} changes the shape or the dtype of {_text(path[2:])}, from "

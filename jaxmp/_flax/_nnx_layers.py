@@ -46,12 +46,6 @@ def _einsum_sizes(module: nnx.Einsum, shape: tuple[int, ...]) -> Sizes:
     return stack, (1 if exclusion else k), n
 
 
-def matrix_sizes(module: nnx.Module, shape: tuple[int, ...]) -> Sizes:
-    """Returns the sizes of a kernel `[..., inputs, outputs]`."""
-    del module
-    return shape[:-2], shape[-2], shape[-1]
-
-
 def _unstacked(
     shape: tuple[int, ...], own: tuple[int, ...]
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -173,18 +167,17 @@ def set_fp8_state(module: nnx.Module, traits: LayerTraits, changes: dict[str, An
     """
     dots = [value for value in changes.values() if is_stateful(value)]
     required = _init_state(module, traits, dots[0]) if dots else {}
-    present = {name for name, value in vars(module).items() if _is_state(name, value)}
-    shapes = {name: vars(module)[name].get_raw_value().shape for name in present}
-    if shapes == {name: leaf.shape for name, leaf in required.items()}:
+    present = {
+        name: value.get_raw_value().shape
+        for name, value in vars(module).items()
+        if name.startswith(_state.PREFIX) and isinstance(value, OverwriteWithGradient)
+    }
+    if present == {name: leaf.shape for name, leaf in required.items()}:
         return
     for name in present:
         delattr(module, name)
     for name, leaf in required.items():
         setattr(module, name, OverwriteWithGradient(leaf))
-
-
-def _is_state(name: str, value: object) -> bool:
-    return name.startswith(_state.PREFIX) and isinstance(value, OverwriteWithGradient)
 
 
 def _init_state(
@@ -195,7 +188,10 @@ def _init_state(
     It does not depend on the device or the compile target, so checkpoints are portable.
     """
     kernel = vars(module)[traits.kernel].get_raw_value()
-    stack, k, n = (traits.kernel_sizes or matrix_sizes)(module, kernel.shape)
+    if traits.kernel_sizes is None:  # [..., inputs, outputs]
+        stack, k, n = kernel.shape[:-2], *kernel.shape[-2:]
+    else:
+        stack, k, n = traits.kernel_sizes(module, kernel.shape)
     if k % 16 or n % 16:
         return {}
 

@@ -41,17 +41,17 @@ class ModuleEntry:
       module: the module.
       paths: its paths; more than one if several modules share it.
       has_own_policies: it is a model with policies of its own, or a part of one.
-      params: name and Variable of each parameter; `layers/0` for one in a list.
+      params: path below the module and Variable of each parameter.
     """
 
     module: nnx.Module
     paths: list[Path]
     has_own_policies: bool
-    params: list[tuple[str, nnx.Param[Any]]]
+    params: list[tuple[Path, nnx.Param[Any]]]
 
 
-def find_modules(model: nnx.Module, path: Path = ()) -> list[ModuleEntry]:
-    """Lists the modules of a model at `path`, each once, the root first.
+def find_modules(model: nnx.Module) -> list[ModuleEntry]:
+    """Lists the modules of a model, each once, the root first.
 
     Raises:
       CompositionError: if a bridge contains modules that NNX policies do not reach.
@@ -72,11 +72,11 @@ def find_modules(model: nnx.Module, path: Path = ()) -> list[ModuleEntry]:
                 if id(leaf) not in open_ids:
                     visit(leaf, path + names, open_ids | {id(leaf)}, own)
             elif is_first and isinstance(leaf, nnx.Param):
-                entry.params.append(("/".join(names), leaf))
+                entry.params.append((names, leaf))
         if is_first and not own and isinstance(module, (nnx.bridge.ToNNX, nnx.bridge.Module)):
             _check_bridge(module, path)
 
-    visit(model, path, frozenset({id(model)}), own=False)
+    visit(model, (), frozenset({id(model)}), own=False)
     return list(entries.values())
 
 
@@ -115,16 +115,11 @@ def paths_of(entries: list[ModuleEntry]) -> dict[str, type | None]:
       A dict from module path to the module's class, `''` being the model itself, and from
       `path:name` to None for every parameter.
     """
-    paths: dict[str, type | None] = {}
-    for entry in entries:
-        for path in entry.paths:
-            paths["/".join(path)] = author_class(type(entry.module))
-    for entry in entries:
-        for path in entry.paths:
-            # As in the model's state: `a/layers:0` for a parameter in a list.
-            names = ((*path, *name.split("/")) for name, _ in entry.params)
-            paths |= dict.fromkeys(map(_core.parameter_path, names))
-    return paths
+    located = [(path, entry) for entry in entries for path in entry.paths]
+    paths = {"/".join(path): author_class(type(entry.module)) for path, entry in located}
+    # As in the model's state: `a/layers:0` for a parameter in a list.
+    names = (path + name for path, entry in located for name, _ in entry.params)
+    return {**paths, **dict.fromkeys(map(_core.parameter_path, names))}
 
 
 # ---------------------------------------------------------------------------
@@ -169,12 +164,12 @@ def apply_policy(model: M, recipe: _load.RecipeLike, *, shardings: PyTree = None
     _check_shardings(model, by_path)
     _required.check_required(policies, paths_of(entries))
     _check_shared(entries, policies)
-    copy = nnx.clone(model, variables=False)
-    for entry in find_modules(copy):
-        if not entry.has_own_policies:
-            unbind(entry.module)
+    variables, (graphdef, state) = _separated(entries, policies, by_path), nnx.split(model)
+    replace = lambda leaf: variables.get(id(leaf), leaf)
+    copy: Any = nnx.merge(graphdef, jax.tree.map(replace, state, is_leaf=is_member))
     copies = [entry for entry in find_modules(copy) if not entry.has_own_policies]
-    _separate(copies, policies, by_path)
+    for entry in copies:
+        unbind(entry.module)
     outputs = _outputs(copies)
     for entry in copies:
         path = _deciding_path(entry, policies)
@@ -229,16 +224,24 @@ def explain_model(
 # ---------------------------------------------------------------------------
 
 
+def _paths_of_params(
+    entries: Iterable[ModuleEntry],
+) -> Iterable[tuple[nnx.Param[Any], list[Path]]]:
+    """Returns each parameter of some modules, with all its paths."""
+    params: dict[int, tuple[nnx.Param[Any], list[Path]]] = {}
+    for entry in entries:
+        for name, param in entry.params:
+            _, paths = params.setdefault(id(param), (param, []))
+            paths += [path + name for path in entry.paths]
+    return params.values()
+
+
 def _check_shared(entries: list[ModuleEntry], policies: _load.PolicyMap) -> None:
     """Raises an error if a module or a parameter has different policies under its paths."""
-    owners: dict[int, list[Path]] = {}
     for entry in entries:
         if not entry.has_own_policies:
             _check_shared_module(entry, policies)
-        for name, param in entry.params:
-            names = ((*path, *name.split("/")) for path in entry.paths)
-            owners.setdefault(id(param), []).extend(names)
-    for paths in owners.values():
+    for _, paths in _paths_of_params(entries):
         stored = {_core.parameter_path(path): storage_dtype(policies, path) for path in paths}
         _check_equal("The parameter", stored, "p=f32")
 
@@ -314,35 +317,17 @@ def _check_shardings(model: nnx.Module, shardings: Mapping[Path, NamedSharding])
         _core.check_tree("shardings", shardings, "the model", shapes, required)
 
 
-def _separate(
+def _separated(
     entries: list[ModuleEntry], policies: _load.PolicyMap, shardings: Mapping[Path, NamedSharding]
-) -> None:
-    """Copies the Variable of each parameter with another storage dtype or a sharding."""
+) -> dict[int, nnx.Variable[Any]]:
+    """Returns id -> copy, for the Variables of parameters with a storage dtype or a sharding."""
     copies: dict[int, nnx.Variable[Any]] = {}
-    for entry in entries:
-        for name, param in entry.params:
-            value = param.get_raw_value()
-            path = (*entry.paths[0], *name.split("/"))
-            dtype = storage_dtype(policies, path)
-            names = ((*other, *name.split("/")) for other in entry.paths)
-            sharding = next((shardings[n] for n in names if n in shardings), None)
-            is_stored = _core.is_castable(value) and value.dtype != dtype
-            if is_stored or sharding is not None:
-                copy = copies.setdefault(id(param), param.copy())
-                if sharding is not None:
-                    copy.set_metadata(SPEC, sharding.spec)
-    if not copies:
-        return
-    for entry in entries:
-        for name, value in list(vars(entry.module).items()):
-            if not name.startswith("_pytree__"):
-                _replace_members(entry.module, name, value, copies)
-
-
-def _replace_members(
-    module: nnx.Module, name: str, value: PyTree, copies: Mapping[int, nnx.Variable[Any]]
-) -> None:
-    leaves = jax.tree.leaves(value, is_leaf=is_member)
-    if any(id(leaf) in copies for leaf in leaves):
-        replace = lambda leaf: copies.get(id(leaf), leaf)
-        vars(module)[name] = jax.tree.map(replace, value, is_leaf=is_member)
+    for param, paths in _paths_of_params(e for e in entries if not e.has_own_policies):
+        value = param.get_raw_value()
+        sharding = next((shardings[path] for path in paths if path in shardings), None)
+        is_stored = _core.is_castable(value) and value.dtype != storage_dtype(policies, paths[0])
+        if is_stored or sharding is not None:
+            copies[id(param)] = param.copy()
+            if sharding is not None:
+                copies[id(param)].set_metadata(SPEC, sharding.spec)
+    return copies

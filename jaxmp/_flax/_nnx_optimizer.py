@@ -19,7 +19,7 @@ from jaxmp._flax._nnx_cast_on_read import bound_of
 from jaxmp._flax._nnx_gradients import Gradient
 from jaxmp._flax._nnx_layers import OverwriteWithGradient, trained
 from jaxmp._flax._nnx_writes import Write, continued, undo
-from jaxmp._gradients import _loss_scale, _value_and_grad
+from jaxmp._gradients import _loss_scale
 from jaxmp.errors import CompositionError, JaxmpError
 from jaxmp.fp8 import _overwritten
 from jaxmp.optim import _apply, _assign, _average, _find
@@ -131,19 +131,11 @@ class Optimizer(nnx.Optimizer):
                 self.value_and_grad, argnums=argnums, has_aux=has_aux, **options
             )
         gradient = Gradient(fn, argnums, has_aux, trained(self.wrt))
-        _value_and_grad.value_and_grad(fn, **options)  # Checks the options before the first call.
-
-        @functools.wraps(fn, updated=())
-        def value_and_grad_fn(*args: PyTree, **kwargs: PyTree) -> PyTree:
-            out, writes = gradient(args, kwargs, self._gradient_options(options))
-            self._remember(writes)
-            return out
-
-        return value_and_grad_fn
+        return gradient.function(options, self._gradient_options, self._remember)
 
     def _gradient_options(self, options: dict[str, Any]) -> dict[str, Any]:
         if "loss_scale" not in options:
-            if not self._is_present():
+            if not _compat.can_update(self.step):
                 raise JaxmpError(
                     "optimizer.value_and_grad was called in a compiled function on an optimizer "
                     "that the function does not receive as an argument, so its loss scale would "
@@ -153,10 +145,6 @@ class Optimizer(nnx.Optimizer):
                 )
             options = {**options, "loss_scale": self.loss_scale}
         return _find.gradient_options(self._pure_state(), options)
-
-    def _is_present(self) -> bool:
-        """Returns False inside a compiled function that did not receive this optimizer."""
-        return _compat.can_update(self.step)
 
     def _warn_of_wide(self, model: nnx.Module) -> None:
         """Warns about frozen FP32 parameters, after other optimizers have cast theirs."""
@@ -170,7 +158,7 @@ class Optimizer(nnx.Optimizer):
         """Records the writes of a call, which replace those of an earlier call."""
         earlier = {write.slot: write for write in _pending.pop(self, ())}
         # `update` cannot reach writes inside a compiled function without the optimizer.
-        if self._is_present():
+        if _compat.can_update(self.step):
             _pending[self] = [
                 continued(write, earlier[write.slot]) if write.slot in earlier else write
                 for write in writes

@@ -311,11 +311,12 @@ def _replaced(bound: Bound, module: nnx.Module, name: str, call: Method) -> Meth
     wide, traits = bound.module_policy.resolved.wide_output, bound.module_policy.traits
     if traits.upcasts_params and not traits.is_norm and hasattr(module, "layer_instance"):
         return functools.partial(_write_as_stored, module, call)
-    if not traits.embedding:
+    is_own = getattr(bound.cls, name) is getattr(traits.layer, name, None)
+    if not traits.embedding or not is_own:
         return call
     if name == "__call__" and _looks_up_float32(bound, module):
         return functools.partial(_lookup, bound, module)
-    if wide is not None and name == "attend" and _is_flax_embedding(bound, name):
+    if wide is not None and name == "attend":
         return _wide_attend(module, wide)
     return call
 
@@ -364,16 +365,8 @@ def _call_copy(
     return out
 
 
-def _is_flax_embedding(bound: Bound, method: str) -> bool:
-    """Returns True for an embedding layer whose method is the one of Flax's class."""
-    traits = bound.module_policy.traits
-    return bool(traits.embedding) and getattr(bound.cls, method) is getattr(traits.layer, method)
-
-
 def _looks_up_float32(bound: Bound, module: nnx.Module) -> bool:
     """Returns True if a call looks up rows of an FP32 table under a policy in 16 bits."""
-    if not _is_flax_embedding(bound, "__call__"):
-        return False
     table = vars(module)[bound.module_policy.traits.embedding].get_raw_value()
     dtypes = table.dtype, dict(bound.author).get("dtype")
     return _core.is_16bit(bound.module_policy.policy.compute_dtype) and dtypes == (

@@ -24,7 +24,7 @@ class Slot:
     ) -> None:
         self.variable = leaf if isinstance(leaf, nnx.Variable) else None
         # A weak reference, because the object may contain the optimizer that stores its writes.
-        self._root = None if self.variable is not None else weakref.ref(root)
+        self._root = weakref.ref(root) if self.variable is None else lambda: None
         self._path = path
 
     def __eq__(self, other: object) -> bool:
@@ -41,8 +41,7 @@ class Slot:
         """Returns the value at the location, or None if the location no longer exists."""
         if self.variable is not None:
             return self.variable.get_raw_value()
-        root = None if self._root is None else self._root()
-        return next((v for path, v in nnx.iter_graph(root) if path == self._path), None)
+        return next((v for path, v in nnx.iter_graph(self._root()) if path == self._path), None)
 
     def set(self, value: PyTree) -> None:
         if self.variable is not None:
@@ -51,7 +50,7 @@ class Slot:
         nested = value
         for name in reversed(self._path):
             nested = {name: nested}
-        nnx.update(None if self._root is None else self._root(), nested)
+        nnx.update(self._root(), nested)
 
 
 @dataclasses.dataclass

@@ -92,9 +92,8 @@ class ModelSearch:
             self._failure = ""
             # Only a call of the whole model shows that no layer uses FP8; `explain` lists them.
             is_whole = name.endswith("__call__") and not _explain.is_recording()
-            is_first = all(path for path, *_ in self._labels)
             labeling = _labels.Labeling()
-            labels = self._search(key, prepare, labeling, is_first=is_first, is_whole=is_whole)
+            labels = self._search(key, prepare, labeling, is_whole=is_whole)
             # JAX's caches keep the context of a trace, but the classes of modules may die.
             labeling.modules.clear()
             if labels is None:
@@ -126,13 +125,7 @@ class ModelSearch:
         }
 
     def _search(
-        self,
-        key: _Key,
-        prepare: _Prepare,
-        labeling: _labels.Labeling,
-        *,
-        is_first: bool,
-        is_whole: bool,
+        self, key: _Key, prepare: _Prepare, labeling: _labels.Labeling, *, is_whole: bool
     ) -> dict[str, str] | None:
         """Returns label -> why its value is not rounded; None if the call cannot be traced."""
         is_cast = is_traced_by_autocast()
@@ -164,7 +157,7 @@ class ModelSearch:
                 refused = _missing_precision.refused_sums(rounded, dtype, reasons, error)
                 self._messages += [refused] if refused not in self._refused else []
                 self._refused.add(refused)
-        if is_first and not path:
+        if not path and all(parts for parts, *_ in self._labels):
             count = len(jax.tree.leaves(variables))
             low = "" if is_cast else _missing_precision.low_share(cls, closed, count, labeling)
             unused = unmatched = ""

@@ -29,13 +29,14 @@ def constrain(array: Array, spec: PartitionSpec, *, is_argument: bool = False) -
     if mesh is None or mesh.size < 2 or set(mesh.axis_types) != {AxisType.Auto}:
         return array
     names = {name for entry in spec for name in (entry if isinstance(entry, tuple) else (entry,))}
-    if is_argument and not names - {None} <= set(mesh.axis_names):
+    unknown = names - {None, *mesh.axis_names}
+    if is_argument and unknown:
         raise JaxmpError(
             f"shardings has {spec!r} for a parameter of shape {array.shape}, which is on another "
             f"mesh, {mesh}. Use the mesh of the parameters: NamedSharding(mesh, "
             f"PartitionSpec({mesh.axis_names[0]!r}))."
         )
-    if not names - {None} <= set(mesh.axis_names) or len(spec) > array.ndim:
+    if unknown or len(spec) > array.ndim:
         return array
     return jax.lax.with_sharding_constraint(array, NamedSharding(mesh, spec))
 

@@ -160,44 +160,31 @@ class DynamicLossScale(Scaling):
         return self.scale_value <= self.floor
 
     def _next(self, finite: jax.Array) -> Self:
-        counted = lax.select(self._counts(finite), lax.add(self.good_steps, int32(1)), int32(0))
+        # A counter that the settings do not use stays constant and adds no operation.
+        has_delay, has_hysteresis = self.first_growth_delay > 0, self.hysteresis > 1
+        hysteresis, delay = self.hysteresis_left, self.growth_delay_left
+        counts = finite & lax.eq(delay, int32(0)) if has_delay else finite
+        counted = lax.select(counts, lax.add(self.good_steps, int32(1)), int32(0))
         # `>=` rather than `==`: a count restored from a run with a longer interval must still grow.
         grows = lax.ge(counted, int32(self.growth_interval))
-        fallen = lax.select(
-            self._backs_off(finite), self._scaled_by(self.backoff_factor), self.scale_value
-        )
+        backs_off = ~finite & lax.le(hysteresis, int32(1)) if has_hysteresis else ~finite
+        fallen = lax.select(backs_off, self._scaled_by(self.backoff_factor), self.scale_value)
         return self.with_leaves(
             scale_value=lax.select(grows, self._scaled_by(self.growth_factor), fallen),
             good_steps=lax.select(grows, int32(0), counted),
-            hysteresis_left=self._next_hysteresis(finite, grows),
-            growth_delay_left=self._next_delay(finite),
+            hysteresis_left=self._next_hysteresis(finite, grows) if has_hysteresis else hysteresis,
+            growth_delay_left=self._next_delay(finite) if has_delay else delay,
         )
 
     def _scaled_by(self, factor: float) -> jax.Array:
         scale = lax.mul(self.scale_value, float32(factor))
         return lax.clamp(float32(self.floor), scale, float32(self.ceiling))
 
-    # A counter that the settings do not use stays constant and adds no operation to the program.
-
-    def _counts(self, finite: jax.Array) -> jax.Array:
-        if self.first_growth_delay == 0:
-            return finite
-        return finite & lax.eq(self.growth_delay_left, int32(0))
-
     def _next_delay(self, finite: jax.Array) -> jax.Array:
-        if self.first_growth_delay == 0:
-            return self.growth_delay_left
         one_less = lax.max(lax.sub(self.growth_delay_left, int32(1)), int32(0))
         return lax.select(finite, one_less, int32(self.first_growth_delay))
 
-    def _backs_off(self, finite: jax.Array) -> jax.Array:
-        if self.hysteresis == 1:
-            return ~finite
-        return ~finite & lax.le(self.hysteresis_left, int32(1))
-
     def _next_hysteresis(self, finite: jax.Array, grows: jax.Array) -> jax.Array:
-        if self.hysteresis == 1:
-            return self.hysteresis_left
         one_less = lax.max(lax.sub(self.hysteresis_left, int32(1)), int32(1))
         left = lax.select(finite, self.hysteresis_left, one_less)
         refills = finite if self.hysteresis_refill == "clean" else grows

@@ -91,7 +91,6 @@ def differentiate(
             _overwritten.without_active(_overwritten.to_float32(aux), options.before),
         )
 
-    run = fn_of_inputs
     is_converted = any(inputs[n] is not args[i] for n, i in enumerate(options.argnums))
     with _overwritten.explain_fm32() if is_converted else contextlib.nullcontext():
         widen = options.widen_params or is_on_several_devices(args, kwargs)
@@ -100,7 +99,7 @@ def differentiate(
             dtypes = set()
         returns = options.mutable_argnum is not None
         run, inputs = with_fp32_gradients(
-            run, inputs, dtypes, regather=options.regather, returns_inputs=returns
+            fn_of_inputs, inputs, dtypes, regather=options.regather, returns_inputs=returns
         )
         loss, backward, (weight, aux) = jax.vjp(run, *inputs, has_aux=True)
     check_matmuls(described, backward)
@@ -234,10 +233,10 @@ def accumulate(
     leaves = jax.tree.leaves([args[i] for i in options.argnums])
     run = differentiate if (delays := any(map(reduced_axes, leaves))) else evaluate
 
-    def run_part(
-        mutables: PyTree, index: jax.Array, part: dict[int, list[Array]]
-    ) -> tuple[Sums, PyTree, PyTree]:
-        call = list(args)
+    def body(
+        carry: tuple[PyTree, PyTree], xs: tuple[Array, dict[int, list[Array]]]
+    ) -> tuple[tuple[PyTree, PyTree], PyTree]:
+        (mutables, total), (index, part), call = carry, xs, list(args)
         for i, leaves in part.items():
             call[i] = _join(leaves, args[i])
         for i in options.rng_argnums:
@@ -247,21 +246,13 @@ def accumulate(
         sums, aux = run(fn, tuple(call), kwargs, options)
         if options.mutable_argnum is not None:
             mutables, aux = unpair(aux)
-        return sums, mutables, aux
-
-    mutables = None if options.mutable_argnum is None else args[options.mutable_argnum]
-    xs = (jnp.arange(options.microbatches), rows)
-    zero = _zero_gradients(args, options)
-
-    def body(
-        carry: tuple[PyTree, PyTree], xs: tuple[Array, dict[int, list[Array]]]
-    ) -> tuple[tuple[PyTree, PyTree], PyTree]:
-        mutables, total = carry
-        sums, mutables, aux = run_part(mutables, *xs)
         weight = jnp.ones((), _core.FLOAT32) if sums.weight is None else sums.weight
         # Whether the two scalars vary over devices is known only here, so no carry contains them.
         return (mutables, _add(total, sums.grads)), (sums.loss, weight, aux)
 
+    mutables = None if options.mutable_argnum is None else args[options.mutable_argnum]
+    xs = (jnp.arange(options.microbatches), rows)
+    zero = _zero_gradients(args, options)
     (mutables, grads), (losses, weights, aux) = lax.scan(body, (mutables, zero), xs)
     total = Sums(jnp.sum(losses), jnp.sum(weights), grads)
     if delays:
