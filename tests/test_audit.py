@@ -412,8 +412,9 @@ def test_small_misaligned_matmuls_are_notes_with_one_sentence():
     report = audit(fn, shape(4096, 512), shape(512, 4096), shape(512, 36))
     assert report.ok
     report.check()
-    with pytest.raises(AuditFailedError, match="misaligned_matmul"):
-        report.check(speed=True)
+    for options in ({"speed": True}, {"fail_on": "misaligned_matmul"}):
+        with pytest.raises(AuditFailedError, match="misaligned_matmul"):
+            report.check(**options)
     places = set(re.findall(r"width = \d+  # test_audit.py:(\d+)", report.to_text()))
     assert len(places) == 2 and report.to_text().count("Round the width up") == 1
 
@@ -833,20 +834,6 @@ def test_silent_promotion():
     assert the_only(report.errors, "implicit_promotion").primitive == "add"
 
 
-@pytest.mark.parametrize(
-    "fn",
-    [
-        lambda x, y: x * np.float32(2),
-        lambda x, y: jnp.where(x > 0, x, y),
-        lambda x, y: x + y[0],
-    ],
-)
-def test_silent_promotions_in_other_ways(fn):
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        report = audit(fn, shape(4, 64), shape(4, 64, dtype=jnp.float32))
-    assert checks(report) == {"implicit_promotion"}
-
-
 def test_what_autocast_lifts_is_no_silent_promotion():
     def fn(w, b, x):
         with jax.named_scope("lin"):
@@ -975,28 +962,6 @@ def test_a_mixture_of_experts_is_no_attention():
 # ---------------------------------------------------------------------------
 
 
-def test_optimizer_state_in_bf16():
-    params = {"w": jnp.ones((16, 16), jnp.bfloat16)}
-    tx = optax.adam(1e-3)
-
-    def finding_of(tx):
-        def step(params, state, x):
-            grads = jax.grad(lambda p: (x @ p["w"]).astype(jnp.float32).sum())(params)
-            updates, state = tx.update(grads, state, params)  # half state
-            return optax.apply_updates(params, updates), state
-
-        with jax.numpy_dtype_promotion("standard"):  # optax.apply_updates
-            report = audit(step, params, tx.init(params), shape(8, 16))
-        return [f for f in report.errors if f.check == "optimizer_state_16bit"]
-
-    (finding,) = finding_of(tx)
-    assert "mu['w']" in finding.message and finding.count == 2  # mu and nu
-    assert "jaxmp.load_recipe('bf16_params').optimizer(tx)" in finding.fix
-    assert (finding.file, finding.line) == (str(HERE), line_of(HERE, "half state"))
-    assert "times" not in str(finding) and "2 arrays" in str(finding)
-    assert finding_of(jaxmp.load_recipe("bf16_params").optimizer(tx)) == []
-
-
 @pytest.mark.parametrize("framework", ["linen", "nnx"])
 @fast_cases("nnx")
 def test_optimizer_state_in_train_states(framework):
@@ -1082,6 +1047,7 @@ def test_a_required_rule_that_never_fired():
     # The fix can be pasted.
     (line,) = (line.strip() for line in finding.fix.splitlines() if line.startswith("    "))
     rule = eval(line, {"jaxmp": jaxmp})
+    assert not rule.required
     fixed = jaxmp.PolicyMap(BF16, [rule])
     assert audit(lambda x: x @ x, shape(16, 16), recipe=fixed).ok
 
@@ -1091,11 +1057,6 @@ def test_an_unused_rule_is_compared_with_the_paths_of_the_program():
     loss, args = linen_loss(Outer())
     finding = the_only(audit(jax.grad(loss), *args, recipe=policies).errors, "unused_rule")
     assert finding.message.endswith("Did you mean 'stubborn'?")
-
-
-def test_an_optional_rule_may_match_nothing():
-    optional = jaxmp.PolicyMap(BF16, [jaxmp.Rule("decoder/**", "c=f32", required=False)])
-    assert audit(lambda x: x @ x, shape(16, 16), recipe=optional).ok
 
 
 # ---------------------------------------------------------------------------
@@ -1383,7 +1344,7 @@ def test_numbers_line_up_and_paths_may_break(faulty):
 
 def test_user_strings_are_escaped():
     name = "<script>alert(1)</script>|`x`\x1b[31m"
-    finding = Finding(check="exp_16bit", module=name, message=name, fix=name)
+    finding = Finding(check="exp_16bit", module=name, message=name, fix=f"{name}:\n    {name}")
     report = AuditReport(findings=(finding,))
     assert "<script>" not in report.to_html()
     assert "\x1b" not in str(report) + report.to_html()
@@ -1398,13 +1359,6 @@ def test_check_lists_what_failed(faulty):
         faulty.check("fp32_matmul")
     with pytest.raises(AuditError, match="Did you mean 'fp32_matmul'"):
         faulty.check(["fp32_matmuls"])
-
-
-def test_notes_fail_where_they_are_named():
-    report = audit(attend, *[shape(4, 128, 64)] * 3)
-    report.check()
-    with pytest.raises(AuditFailedError, match="unfused_attention"):
-        report.check(["unfused_attention"])
 
 
 def test_a_baseline_allows_what_was_there(faulty, tmp_path):
@@ -1567,9 +1521,6 @@ def make_fp32():
 def make_two():
     return train_twice, jax.ShapeDtypeStruct((16, 16), jnp.float32)
 
-def make_nothing():
-    return 3
-
 def train_step(x):
     return x @ x
 
@@ -1631,14 +1582,10 @@ def test_the_command_holds_a_step_against_a_baseline(run):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["my_steps"], "'my_steps' does not name a function"),
         (["my_steps:absent"], "def absent():\n        return train_step, state, batch"),
         (["my_steps:Steps.make"], "does not define a function 'make'. Did you mean 'make_fp32'?"),
-        (["my_steps:make_nothing"], "returned int, not a function and its arguments"),
         (["my_steps:make_sized"], "requires recipe, size, for which no value is passed"),
         (["my_steps:make_sized", "--recipe", "bf16"], "make_sized requires size, for which"),
-        (["my_steps:make_fp32", "--html", "no/such/folder.html"], "cannot be written"),
-        (["my_steps:make_fp32", "--baseline", "absent.json"], "cannot be read"),
         (["my_steps:make_step", "--recipe", "bf61"], "Did you mean 'bf16'"),
     ],
 )

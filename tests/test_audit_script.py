@@ -255,13 +255,12 @@ sys.meta_path.insert(0, Finder())
 
 def test_labels_in_int64_do_not_warn(run):
     step = """
-        import jax, jax.numpy as jnp, numpy as np
+        import warnings, jax, jax.numpy as jnp, numpy as np
+        warnings.simplefilter("always")
         loss_fn = lambda w, x, y: -jax.nn.log_softmax(x @ w)[jnp.arange(4), y].mean()
         jax.jit(jax.grad(loss_fn))(jnp.ones((8, 8)), np.ones((4, 8)), np.arange(4))
     """
-    status, out, error = run(
-        "import warnings\nwarnings.simplefilter('always')\n" + textwrap.dedent(step)
-    )
+    status, out, error = run(step)
     assert (status, error) == (0, "") and "Precision audit" in out
 
 

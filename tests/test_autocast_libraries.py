@@ -188,15 +188,11 @@ def test_equinox_rules_name_the_class_of_a_layer():
 # ---------------------------------------------------------------------------
 
 
-def haiku_network(x, training, full=False):
+def haiku_network(x, training):
     """Network with BatchNorm, whose averages are Haiku state."""
     x = hk.Linear(16, name="embed")(x)
     x = jax.nn.relu(hk.LayerNorm(-1, create_scale=True, create_offset=True, name="norm")(x))
-    if full:
-        with full_precision():
-            x = hk.Linear(16, name="hidden")(x)
-    else:
-        x = hk.Linear(16, name="hidden")(x)
+    x = hk.Linear(16, name="hidden")(x)
     x = hk.BatchNorm(create_scale=True, create_offset=True, decay_rate=0.9, name="batch")(
         x, is_training=training
     )
@@ -204,13 +200,12 @@ def haiku_network(x, training, full=False):
 
 
 @functools.cache
-def haiku_model(full=False):
-    network = hk.transform_with_state(functools.partial(haiku_network, full=full))
-    return hk.without_apply_rng(network)
+def haiku_model():
+    return hk.without_apply_rng(hk.transform_with_state(haiku_network))
 
 
-def haiku_loss(params, state, full=False):
-    out, state = haiku_model(full).apply(params, state, X, True)
+def haiku_loss(params, state):
+    out, state = haiku_model().apply(params, state, X, True)
     return jnp.square(out - Y).mean(), state
 
 
@@ -253,12 +248,6 @@ def test_haiku_transform_without_state():
     forward = autocast(network.apply, MIXED)
     assert set(operands(forward, params, X)) == {(BF16, BF16)}
     assert 0 < relative_error(forward(params, X), network.apply(params, X)) < 0.01
-
-
-def test_haiku_full_precision(haiku_variables):
-    loss_fn = functools.partial(haiku_loss, full=True)
-    gradients = jax.grad(autocast(loss_fn, MIXED), has_aux=True)
-    assert_fp32_in("full_precision", trace(gradients, *haiku_variables), 3)
 
 
 def test_haiku_rules_name_modules(haiku_variables):

@@ -58,19 +58,15 @@ def test_the_backward_of_a_saturating_cast_is_a_plain_cast():
     assert up(jnp.float32([1e9]))[0].tolist() == [jnp.inf]
 
 
-def _attend(bias):
-    """Computes attention with rows that `bias` masks entirely."""
-    return jax.nn.softmax(jnp.zeros(bias.shape, bias.dtype) + bias)
-
-
 class MaskedSoftmax(nn.Module):
+    """Attention with rows that `bias` masks entirely."""
+
     def __call__(self, bias):
-        return _attend(bias)
+        return jax.nn.softmax(jnp.zeros(bias.shape, bias.dtype) + bias)
 
 
 class MaskedSoftmaxNnx(nnx.Module):
-    def __call__(self, bias):
-        return _attend(bias)
+    __call__ = MaskedSoftmax.__call__
 
 
 @pytest.mark.parametrize(("policy", "value"), [(BF16, FLOAT32_MIN), (FP16, -1e9)])
@@ -247,19 +243,15 @@ def test_a_layer_called_with_complex_and_real_inputs_follows_each():
 # ---------------------------------------------------------------------------
 
 
-def _third(x, t):
-    """Returns a result that encodes the dtypes of the arguments."""
-    return x["a"][0] / 3, x["b"] * t, jnp.asarray(t) / 3
-
-
 class Third(nn.Module):
+    """Model whose result encodes the dtypes of the arguments."""
+
     def __call__(self, x, t):
-        return _third(x, t)
+        return x["a"][0] / 3, x["b"] * t, jnp.asarray(t) / 3
 
 
 class ThirdNnx(nnx.Module):
-    def __call__(self, x, t):
-        return _third(x, t)
+    __call__ = Third.__call__
 
 
 MODELS = {

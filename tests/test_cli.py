@@ -376,12 +376,6 @@ def test_options_are_checked_before_the_work_starts(command, folder, options, me
         assert code == 2 and error.startswith("Error: ") and not (folder / "started").exists()
 
 
-def test_the_function_of_an_audit_receives_the_recipe(command, folder):
-    check = "import jaxmp\n    assert isinstance(recipe, jaxmp.Recipe)\n    return"
-    (folder / "typed.py").write_text(STEP.replace("return", check))
-    assert command("audit", "typed.py:make_step", "--recipe", "fp32")[0] == 0
-
-
 def test_a_file_is_not_a_checkpoint(command, folder):
     for action in ("show", "verify"):
         code, _, error = command("checkpoint", action, "my_model.py")

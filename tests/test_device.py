@@ -90,16 +90,3 @@ def test_16_bit_parameters_are_kept_by_the_recipe_that_is_named():
 def test_one_rule_in_bfloat16_is_enough():
     policies = jaxmp.PolicyMap("fp16", [jaxmp.Rule("head", "c=bf16", required=False)])
     assert len(shown(linen, policies, "gpu", (7, 0))) == 1
-
-
-def test_fp8_on_an_old_gpu_is_refused():
-    with (
-        warnings.catch_warnings(),
-        _compat.context(target="gpu", capability=(7, 0)),
-        pytest.raises(jaxmp.errors.CompositionError, match=r"capability 7\.0\) has no FP8"),
-    ):
-        warnings.simplefilter("ignore")
-        recipe = jaxmp.load_recipe("fp8").replace(fp8=jaxmp.fp8.CurrentScaling(min_width=16))
-        jax.eval_shape(recipe.wrap(nn.Dense(32)).init, jax.random.key(0), jnp.ones((16, 32)))
-        variables = jax.eval_shape(nn.Dense(32).init, jax.random.key(0), jnp.ones((16, 32)))
-        jax.eval_shape(recipe.wrap(nn.Dense(32)).apply, variables, jnp.ones((16, 32)))

@@ -152,15 +152,12 @@ def test_each_problem_has_the_command_that_repairs_it(name):
     assert not machine.failure or "JAX computes on" not in str(report_of(machine))
 
 
-def test_a_machine_without_a_gpu_has_no_problem_with_the_compiler_for_gpus():
-    report = report_of(Machine(VERSIONS | CUDA13, {"cpu": 1}, "cpu"))
+def test_the_compiler_for_gpus_is_no_problem_without_a_gpu_and_its_messages_are_explained():
+    machine = Machine(VERSIONS | CUDA13, {"cpu": 1}, "cpu")
+    report = report_of(machine)
     assert report.problems == ()
     assert "JAX computes on a CPU" in report.features["FP8 matmuls"]
-
-
-def test_messages_of_the_compiler_for_gpus_are_explained():
-    machine = Machine(VERSIONS | CUDA13, {"cpu": 1}, "cpu")
-    assert "JAX_PLATFORMS=cpu" in str(report_of(machine))
+    assert "JAX_PLATFORMS=cpu" in str(report)
     for other in (machine._replace(environment={"JAX_PLATFORMS": "cpu"}), H100):
         assert "cuFFT" not in str(report_of(other))
 

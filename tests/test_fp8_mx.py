@@ -13,7 +13,6 @@ from jax.sharding import SingleDeviceSharding
 import jaxmp
 from arrays import normal, signal_to_noise
 from gpu_compiler import needs_compiler
-from grids import EXPENSIVE
 from jaxmp import PolicyMap, audit, autocast, fp8
 from jaxmp._core import _compat
 from jaxmp._core._targets import get_target
@@ -194,29 +193,6 @@ def test_what_is_kept_for_the_backward_pass_is_a_byte_a_number(native):
     for leaf in leaves:
         sizes[str(leaf.dtype)] += leaf.size
     assert sizes == {"float8_e4m3fn": x.size + w.size, "uint8": (x.size + w.size) // 32}
-
-
-@EXPENSIVE
-def test_remat_scan_and_vmap():
-    policy = jax.checkpoint_policies.save_only_these_names(fp8._checkpoint.CHECKPOINT_NAME)
-    layer = lambda x, w: jnp.tanh(fp8.dot_general("mx")(x, w, LINEAR))
-    x, ws = normal(0, 2, 32, 32), normal(1, 3, 32, 32) / 6
-
-    def loss(policy, ws, x):
-        step = jax.checkpoint(layer, policy=policy) if policy else layer
-        each = lambda x: jax.lax.scan(lambda x, w: (step(x, w), None), x, ws)[0]
-        return jnp.square(jax.vmap(each)(x)).sum()
-
-    run = jax.jit(
-        lambda: [
-            jax.grad(functools.partial(loss, each))(ws, x)
-            for each in (None, policy, jax.checkpoint_policies.everything_saveable)
-        ]
-    )
-    want, *rest = run()
-    assert np.isfinite(want).all() and np.any(want)
-    for got in rest:
-        np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5 * np.abs(want).max())
 
 
 # ---------------------------------------------------------------------------
