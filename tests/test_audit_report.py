@@ -1,14 +1,12 @@
 """The report of an audit: short by default, readable in 80 columns, and with units."""
 
 import dataclasses
-import functools
 import io
 import json
 import re
 
 import jax
 import jax.numpy as jnp
-import optax
 import pytest
 from rich.console import Console
 
@@ -24,8 +22,7 @@ from jaxmp._tools.audit._rows import (
     MemoryRow,
 )
 from jaxmp._tools.report._section import fix_parts, text_lines
-from relaxed import relaxed
-from train_lm import cross_entropy
+from language_models import byte_gpt_step
 
 LAYERS = [f"decoder/layer_{n}/attention/query_projection" for n in range(12)]
 LONG_CODE = (
@@ -341,33 +338,11 @@ def test_shares_are_not_rounded_to_all_or_nothing():
 # ---------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def gpt_124m():
-    """Returns the train step, state and tokens of a 12-layer GPT with the width of GPT-2, as
-    shapes.
-    """
-    recipe = jaxmp.load_recipe("bf16")
-    model = recipe.wrap(GPT(layers=12, width=768, heads=12, max_length=1024))
-    tx = recipe.optimizer(relaxed(optax.adamw(3e-4)))
+def test_a_healthy_audit_fits_one_screen():
+    """Of a GPT with 12 layers and the width of GPT-2."""
+    model = GPT(layers=12, width=768, heads=12, max_length=1024)
     tokens = jax.ShapeDtypeStruct((8, 1025), jnp.int32)
-
-    def first_state():
-        params = model.init(jax.random.key(0), jnp.zeros((1, 8), jnp.int32))
-        return jaxmp.TrainState.create(apply_fn=model.apply, params=params, tx=tx)
-
-    def loss_fn(params, tokens):
-        return cross_entropy(model.apply(params, tokens[:, :-1]), tokens)
-
-    @functools.partial(jax.jit, donate_argnums=0)
-    def train_step(state, tokens):
-        loss, grads = state.value_and_grad(loss_fn)(tokens)
-        return state.apply_gradients(grads=grads), loss
-
-    return train_step, jax.eval_shape(first_state), tokens
-
-
-def test_a_healthy_audit_fits_one_screen(gpt_124m):
-    report = jaxmp.audit(*gpt_124m, recipe="bf16")
+    report = jaxmp.audit(*byte_gpt_step("linen", "bf16", model), tokens, recipe="bf16")
     lines = str(report).splitlines()
     assert report.ok and lines[0] == "Precision audit: ok"
     assert len(lines) <= 50 and max(map(len, lines)) <= 80

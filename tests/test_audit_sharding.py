@@ -345,13 +345,8 @@ def test_rows_of_a_table_are_activations_if_the_batch_selects_them():
 @functools.cache
 def zero_1(name):
     recipe = jaxmp.load_recipe(name)
-    tx = recipe.optimizer(optax.adam(1e-3))
-
-    def init():
-        params = [jnp.zeros((WIDTH, WIDTH))] * LAYERS
-        return jaxmp.TrainState.create(apply_fn=None, params=params, tx=tx)
-
-    state = jax.eval_shape(init)
+    params = [jnp.zeros((WIDTH, WIDTH))] * LAYERS
+    state = jax.eval_shape(lambda: new_state(params, recipe, optax.adam(1e-3)))
     whole = [NamedSharding(MESH, P())] * LAYERS
     shardings = jaxmp.state_shardings(state, whole, optimizer="data")
     state = jax.tree.map(lambda x, at: shape(x.shape, at.spec, x.dtype), state, shardings)

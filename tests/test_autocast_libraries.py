@@ -25,6 +25,7 @@ from programs import (
     trace,
 )
 from relaxed import relaxed
+from training_steps import new_state
 
 eqx = pytest.importorskip("equinox", reason="Equinox is not installed")
 hk = pytest.importorskip("haiku", reason="dm-haiku is not installed")
@@ -296,9 +297,7 @@ def test_a_train_step_of_plain_functions_with_a_recipe():
     """Masters, loss scale and skipped steps work without an adapter for the loss."""
     recipe = jaxmp.load_recipe("fp16")
     params = plain_params()
-    state = jaxmp.TrainState.create(
-        apply_fn=None, params=params, tx=recipe.optimizer(relaxed(optax.adam(1e-2)))
-    )
+    state = new_state(params, recipe, TX)
 
     @jax.jit
     def step(state):

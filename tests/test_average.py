@@ -13,25 +13,19 @@ from jax.sharding import PartitionSpec as P
 
 import jaxmp
 from arrays import assert_close
+from checkpoint_matrix import recipe_of
 from jaxmp._tools.validate._pure import as_pure
 from jaxmp.optim import fp32_copy, incremental_update
+from training_steps import new_state
 
 RECIPES = ["fp32", "bf16", "fp16", "bf16_params", "fp16_params", "packed"]
 # A step rounds the average to FP32, by at most 2**-24 of it; 200 steps add up in the worst case.
 TOLERANCE = 200 * 2.0**-24
 
 
-@functools.cache
-def recipe_of(name):
-    if name == "packed":
-        return jaxmp.load_recipe("bf16_params").replace(master="packed")
-    return jaxmp.load_recipe(name)
-
-
 def make_state(name):
     params = {"w": jax.random.normal(jax.random.key(0), (4, 3)), "b": jnp.ones(3)}
-    tx = recipe_of(name).optimizer(optax.sgd(1e-3))
-    return jaxmp.TrainState.create(apply_fn=None, params=params, tx=tx)
+    return new_state(params, recipe_of(name), optax.sgd(1e-3))
 
 
 @functools.cache
@@ -239,7 +233,7 @@ def test_a_validation_reads_the_parameters_beside_an_average(form):
     pure = as_pure(run_of(state, lambda state, batch: (state, {"loss": batch})), "make_run", 2)
     full = pure.params(pure.arrays)
     np.testing.assert_array_equal(full["w"], jaxmp.get_master_params(train)["w"])
-    ones = jax.tree.map(jnp.ones_like, full)
+    ones = {f":{name}": jnp.ones_like(leaf) for name, leaf in full.items()}
     changed = jax.tree.structure(state).unflatten(pure.with_params(pure.arrays, ones))
     of_average, of_train = changed if form == "tuple" else (changed["average"], changed["train"])
     assert of_train.params["w"].dtype == jnp.bfloat16 and bool(jnp.all(of_train.params["w"] == 1))

@@ -176,8 +176,8 @@ class NnxModel(nnx.Module):
 
 def linen_run(recipe, out_sharding):
     model = recipe.wrap(Model())
-    params, tx = model.init(jax.random.key(0), X), recipe.optimizer(optax.sgd(1.0))
-    state = jaxmp.TrainState.create(apply_fn=model.apply, params=params, tx=tx)
+    params = model.init(jax.random.key(0), X)
+    state = new_state(params, recipe, optax.sgd(1.0), apply_fn=model.apply)
 
     def step(state, x):
         loss_fn = lambda params, x: jnp.mean((model.apply(params, x).astype(jnp.float32) - x) ** 2)
