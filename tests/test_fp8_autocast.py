@@ -72,6 +72,16 @@ def test_einsum_and_tensordot_are_products_too():
     assert operands(autocast(fn, POLICY), W1, X) == [FORWARD] * 2
 
 
+def test_the_scaling_is_that_of_the_policies():
+    scaling = fp8.RowwiseScaling()
+    fn = lambda x, w: x @ w
+    ours = jax.jit(autocast(fn, PolicyMap(POLICY, fp8=scaling)))(X, W1)
+    x, w = X.astype(jnp.bfloat16), W1.astype(jnp.bfloat16)
+    theirs = jax.jit(lambda x, w: fp8.dot_general(scaling)(x, w, LINEAR))(x, w)
+    # Half a unit of BF16, because XLA may return FP32 sums without rounding.
+    np.testing.assert_allclose(ours, theirs.astype(jnp.float32), rtol=2.0**-8)
+
+
 @pytest.mark.parametrize("side", ["lhs", "rhs"])
 def test_the_kernel_is_what_nothing_has_computed(side):
     """With `wgrad="high"`, the 16-bit matmul identifies the gradient of the kernel."""
