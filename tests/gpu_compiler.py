@@ -1,4 +1,4 @@
-"""Skip condition of tests that cross-compile for a GPU, which requires XLA's GPU compiler."""
+"""Skip conditions of tests that cross-compile, for a GPU by XLA's compiler or for a TPU."""
 
 import importlib.util
 
@@ -14,4 +14,8 @@ def has_compiler():
 
 needs_compiler = pytest.mark.skipif(
     not has_compiler(), reason='XLA\'s GPU compiler is not installed: pip install -e ".[aot]"'
+)
+needs_libtpu = pytest.mark.skipif(
+    importlib.util.find_spec("libtpu") is None,
+    reason='libtpu is not installed: pip install "jaxmp[tpu-aot]"',
 )

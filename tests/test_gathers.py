@@ -109,14 +109,13 @@ def gathered_before_the_cast(params, x):
     return x @ low(jax.lax.with_sharding_constraint(params["w"], on()))
 
 
-def fp8(params, x):
-    product = jaxmp.fp8.dot_general("current")
+def fp8(params, x, scaling="current"):
+    product = jaxmp.fp8.dot_general(scaling)
     return product(x, low(params["w"]), (((1,), (0,)), ((), ())))
 
 
 def fp8_rowwise(params, x):
-    product = jaxmp.fp8.dot_general("rowwise")
-    return product(x, low(params["w"]), (((1,), (0,)), ((), ())))
+    return fp8(params, x, "rowwise")
 
 
 TWICE = ["bfloat16", "bfloat16"]

@@ -13,7 +13,7 @@ from flax import nnx
 import jaxmp
 from grids import EXPENSIVE
 from relaxed import relaxed
-from training_steps import new_state, nnx_step, state_step
+from training_steps import new_state, state_step
 
 check_leaks = pytest.mark.usefixtures("check_leaks")
 
@@ -47,15 +47,6 @@ def test_a_linen_step_with_microbatches(recipe):
     loss_fn = lambda p, x: jnp.mean(model.apply({"params": p}, x) ** 2)
     _, loss = jax.jit(state_step(loss_fn, microbatches=2))(state, x)
     assert bool(jnp.isfinite(loss))
-
-
-@check_leaks
-def test_an_nnx_step():
-    model = nnx.Linear(3, 1, rngs=nnx.Rngs(0))
-    optimizer = jaxmp.nnx.Optimizer(model, jaxmp.load_recipe("fp32").optimizer(optax.sgd(0.1)))
-
-    step = nnx.jit(nnx_step(lambda model, x: jnp.mean(model(x) ** 2)))
-    assert bool(jnp.isfinite(step(model, optimizer, jnp.ones((4, 3)))))
 
 
 def use_linen(wrap, x):

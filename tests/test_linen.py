@@ -69,11 +69,16 @@ def test_original_is_untouched():
 
 
 def test_equal_models_under_equal_policies_are_equal():
-    same = [apply_policy(MLP(), policies) for policies in (MIXED, PolicyMap(get_policy(MIXED)))]
-    assert same[0] == same[1] and hash(same[0]) == hash(same[1])
-    assert type(same[0]) is type(same[1])
-    assert same[0] != apply_policy(MLP(), BF16)
-    assert same[0] != MLP()
+    policy, model = Policy("f32", "bf16", "f32"), apply_policy(MLP(), MIXED)
+    for policies in (policy, PolicyMap(policy), {"compute": "bf16", "output": "f32"}):
+        # A second policy replaces the first.
+        for same in (
+            apply_policy(MLP(), policies),
+            apply_policy(apply_policy(MLP(), BF16), policies),
+        ):
+            assert same == model and hash(same) == hash(model) and type(same) is type(model)
+    assert model != apply_policy(MLP(), BF16)
+    assert model != MLP()
 
 
 def test_equal_models_do_not_retrace():
@@ -91,11 +96,6 @@ def test_equal_models_do_not_retrace():
     for _ in range(3):
         step(apply_policy(Counting(), MIXED), variables)
     assert len(traces) == 2  # one of them searches for results that are not rounded
-
-
-def test_a_second_policy_replaces_the_first():
-    twice = apply_policy(apply_policy(MLP(), "float16"), MIXED)
-    assert twice == apply_policy(MLP(), MIXED)
 
 
 @pytest.mark.parametrize(
@@ -134,13 +134,6 @@ def test_the_authors_own_constructor_equality_and_hash_stay():
 
     wrapped = apply_policy(Own(3), MIXED)
     assert wrapped.width == 3 and wrapped == Own(4) and hash(wrapped) == 7
-
-
-def test_takes_whatever_names_a_policy():
-    policy = Policy("f32", "bf16", "f32")
-    expected = apply_policy(MLP(), MIXED)
-    for policies in (policy, PolicyMap(policy), {"compute": "bf16", "output": "f32"}):
-        assert apply_policy(MLP(), policies) == expected
 
 
 # ---------------------------------------------------------------------------

@@ -127,10 +127,6 @@ class JittedMethod(nn.Module):
         return nn.Dense(3)(x)
 
 
-def test_jitted_method():
-    assert set(operands(apply_policy(JittedMethod(), MIXED), floats(2, 3))) == {("bfloat16",) * 2}
-
-
 # ---------------------------------------------------------------------------
 # Loops: a carry keeps its dtypes
 # ---------------------------------------------------------------------------
@@ -152,15 +148,6 @@ def test_scan_of_a_class_whose_carry_comes_in_fp32(body):
     policies = PolicyMap(MIXED, [Rule("embed", "c=f32,o=f32")])
     tokens = jnp.zeros((2, 4), jnp.int32)
     assert set(operands(apply_policy(FloatCarry(body), policies), tokens)) == {("bfloat16",) * 2}
-
-
-def test_remat_of_scan():
-    class Rematted(nn.Module):
-        @nn.compact
-        def __call__(self, x):
-            return nn.remat(scan_class(Block))(name="blocks")(x, None)[0]
-
-    assert set(operands(apply_policy(Rematted(), MIXED), floats(2, 4, 8))) == {("bfloat16",) * 2}
 
 
 class Accumulates(nn.Module):
@@ -242,11 +229,18 @@ class ScannedChild(nn.Module):
         return scan(nn.Dense(4, name="child"), x.astype(jnp.float32), None)[0]
 
 
-@pytest.mark.parametrize(
-    "model", [ScannedFunction(), ScannedMethod(), ScannedChild()], ids=lambda m: type(m).__name__
-)
-def test_scan_of_a_function_and_of_a_method(model):
-    assert set(operands(apply_policy(model, MIXED), floats(2, 4))) == {("bfloat16",) * 2}
+class Rematted(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return nn.remat(scan_class(Block))(name="blocks")(x, None)[0]
+
+
+LOOPS = [ScannedFunction(), ScannedMethod(), ScannedChild(), Rematted(), JittedMethod()]
+
+
+@pytest.mark.parametrize("model", LOOPS, ids=lambda model: type(model).__name__)
+def test_matmuls_of_a_scan_and_of_a_jitted_method(model):
+    assert set(operands(apply_policy(model, MIXED), floats(2, 4, 4))) == {("bfloat16",) * 2}
 
 
 # ---------------------------------------------------------------------------

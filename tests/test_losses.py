@@ -26,7 +26,7 @@ from jaxmp._core._targets import get_target
 from jaxmp._tools.audit._hlo import Program
 from jaxmp.errors import JaxmpError
 from processes import run_python
-from programs import products, trace
+from programs import products, relative_error, trace
 
 ROOT = Path(__file__).parent.parent
 DTYPES = [jnp.float32, jnp.bfloat16, jnp.float16]
@@ -57,16 +57,7 @@ def oracle(logits, labels, label_smoothing=0.0, z_loss=0.0):
     return loss, np.where(masked, 0, slope), lse
 
 
-def residuals(fn, *args):
-    """Returns the residuals that the forward pass of `fn` saves."""
-    return jax.tree.leaves(jax.vjp(fn, *args)[1])
-
-
 close = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6)
-
-
-def norm_error(found, exact):
-    return np.linalg.norm(f64(found) - exact) / np.linalg.norm(exact)
 
 
 # Compiled: of operations that run one by one, each would be compiled by itself.
@@ -513,7 +504,7 @@ def test_a_half_layer_is_as_near_to_fp64_as_the_plain_one(dtype, reduction):
     assert abs(ours - exact[0]) <= abs(theirs - exact[0]) + 1e-5
     for our, their, wanted in zip(our_slopes, their_slopes, exact[1:3], strict=True):
         assert our.dtype == dtype
-        assert norm_error(our, wanted) <= 1.05 * norm_error(their, wanted)
+        assert relative_error(our, wanted) <= 1.05 * relative_error(their, wanted)
 
 
 def test_an_fp32_kernel_beside_half_hidden_gets_a_gradient_that_was_not_rounded():
@@ -546,7 +537,7 @@ def test_float16_keeps_gradients_that_a_plain_layer_loses(reduction, heavy):
         return found.sum() / weights.sum() if reduction == "none" else found
 
     # Classes that are not labels: their gradients consist of small probabilities only.
-    error = lambda fn: norm_error(jax.jit(jax.grad(fn))(kernel)[:, 1000:], exact[:, 1000:])
+    error = lambda fn: relative_error(jax.jit(jax.grad(fn))(kernel)[:, 1000:], exact[:, 1000:])
     assert error(ours) < 2.0**-11  # each entry of the logits' gradient is rounded once
     assert error(plain) > 2.0**-7
 
@@ -605,7 +596,7 @@ def test_forms_of_stored_logits_agree_beyond_the_range_of_float16(target, dtype,
     step = float(jnp.finfo(dtype).eps)
     np.testing.assert_allclose(loss, exact, rtol=step)
     for slope, wanted in zip(slopes, exact_slopes, strict=True):
-        assert norm_error(slope, f64(wanted)) <= max(step, 2.0**-8)
+        assert relative_error(slope, f64(wanted)) <= max(step, 2.0**-8)
     assert not np.asarray(slopes[0][5]).any() and not np.asarray(slopes[1][:, -1]).any()
 
 
@@ -747,7 +738,7 @@ def test_the_check_for_fp32_logits_can_fail():
 
 def test_saved_for_the_backward_pass_are_half_logits_and_a_few_numbers_a_row():
     logits, labels = jnp.zeros((8, 100), jnp.bfloat16), jnp.zeros(8, jnp.int32)
-    saved = residuals(lambda logits: softmax(logits, labels), logits)
+    saved = jax.tree.leaves(jax.vjp(lambda logits: softmax(logits, labels), logits)[1])
     assert max(array.size for array in saved if array.dtype == jnp.float32) == 8
     assert sum(array.size for array in saved if array.dtype == jnp.bfloat16) == 800
 
@@ -867,7 +858,7 @@ def test_a_layer_on_many_devices(kind):
     exact = layer_oracle(hidden, kernel, labels)
     np.testing.assert_allclose(loss, exact[0], rtol=1e-6)
     for found, wanted in zip(slopes, exact[1:3], strict=True):
-        assert norm_error(found, wanted) < 2.0**-7
+        assert relative_error(found, wanted) < 2.0**-7
     assert slopes[1].sharding.is_equivalent_to(args[1].sharding, 2)
     each = jax.jit(lambda *args: losses.linear_cross_entropy(*args, reduction="none"))(*args)
     np.testing.assert_allclose(each.mean(), loss, rtol=1e-6)

@@ -14,6 +14,7 @@ from jaxmp._attention._layer import attention_under_policy
 from jaxmp._programs._jaxprs import equations
 from jaxmp._programs._static_values import Scope
 from jaxmp.errors import AttentionError
+from programs import relative_error
 from sources import code_of
 
 BATCH, LENGTH, WIDTH = 2, 16, 32
@@ -165,10 +166,7 @@ def test_gradients_agree_with_float64(name, implementation):
         wrapped = recipe(base, implementation=implementation, **settings).wrap(model)
         result = gradients(wrapped.apply, variables, X)
         # Error of all leaves together: the gradient of the key bias consists of rounding errors.
-        trees = [jax.tree.leaves(tree) for tree in (result, exact)]
-        flat = [np.concatenate([np.ravel(leaf) for leaf in leaves]) for leaves in trees]
-        error = np.linalg.norm(flat[0].astype("float64") - flat[1]) / np.linalg.norm(flat[1])
-        assert error <= tolerance
+        assert relative_error(result, exact) <= tolerance
 
 
 def test_dropout_and_grouped_heads(model):

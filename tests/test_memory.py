@@ -66,6 +66,8 @@ def squares(params, x):
 
 PARAMS = [jax.ShapeDtypeStruct((256, 256), jnp.float32)] * 8
 ROWS = jax.ShapeDtypeStruct((8192, 256), jnp.float32)
+MESH = jax.make_mesh((2,), ("data",), devices=jax.devices()[:2], axis_types=(AxisType.Auto,))
+ON_ROWS = NamedSharding(MESH, P("data"))
 
 
 def test_residuals_and_remat():
@@ -146,10 +148,8 @@ def test_shards_are_counted_on_one_device():
 
 
 def test_packed_types_and_shardings_of_jit_count_as_in_the_program():
-    mesh = jax.make_mesh((2,), ("data",), devices=jax.devices()[:2], axis_types=(AxisType.Auto,))
-    rows = NamedSharding(mesh, P("data"))
     step = lambda packed, x: x.sum(0) * packed.astype(jnp.float32)
-    step = jax.jit(step, in_shardings=(None, rows))
+    step = jax.jit(step, in_shardings=(None, ON_ROWS))
     # The array is on one device, and JAX divides it.
     estimate = jaxmp.estimate_memory(step, jnp.zeros(64, jnp.int4), jnp.ones((8, 64)), exact=False)
     assert estimate.arguments == 64 // 2 + 4 * 8 * 64 // 2
@@ -243,15 +243,13 @@ def test_gradients_are_whole_before_they_are_summed_over_the_batch():
 
 
 def test_the_arrays_in_a_shard_map_are_parts():
-    mesh = jax.make_mesh((2,), ("data",), devices=jax.devices()[:2], axis_types=(AxisType.Auto,))
-    rows = NamedSharding(mesh, P("data"))
     step = jax.grad(squares)
     mapped = jax.shard_map(
-        step, mesh=mesh, in_specs=(P(), P("data")), out_specs=P(), check_vma=False
+        step, mesh=MESH, in_specs=(P(), P("data")), out_specs=P(), check_vma=False
     )
-    x = ShapeDtypeStruct(ROWS.shape, ROWS.dtype, sharding=rows)
+    x = ShapeDtypeStruct(ROWS.shape, ROWS.dtype, sharding=ON_ROWS)
     part = ShapeDtypeStruct((ROWS.shape[0] // 2, ROWS.shape[1]), ROWS.dtype)
-    params = [ShapeDtypeStruct(w.shape, w.dtype, sharding=NamedSharding(mesh, P())) for w in PARAMS]
+    params = [ShapeDtypeStruct(w.shape, w.dtype, sharding=NamedSharding(MESH, P())) for w in PARAMS]
     estimate = jaxmp.estimate_memory(mapped, params, x, exact=False)
     assert estimate.temporary == jaxmp.estimate_memory(step, PARAMS, part, exact=False).temporary
     # Without shardings of the arguments, those of the `shard_map` divide them.

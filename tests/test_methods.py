@@ -129,21 +129,19 @@ def nnx_autoencoder(policies):
     return lambda name, x: getattr(model, name)(x)
 
 
-def linen_autoencoder(policies, cls=LinenAutoencoder):
+def linen_autoencoder(policies, cls=LinenAutoencoder, method_of=lambda cls, name: name):
     model = cls()
     variables = model.init(jax.random.key(0), X)
     model = jaxmp.load_recipe(policies).wrap(model)
-    return lambda name, x: model.apply(variables, x, method=name)
-
-
-def functions_of_mixed_autoencoder(policies):
-    variables = MixedAutoencoder().init(jax.random.key(0), X)
-    model = jaxmp.load_recipe(policies).wrap(MixedAutoencoder())
-    return lambda name, x: model.apply(variables, x, method=getattr(MixedAutoencoder, name))
+    return lambda name, x: model.apply(variables, x, method=method_of(cls, name))
 
 
 def mixed_autoencoder(policies):
     return linen_autoencoder(policies, MixedAutoencoder)
+
+
+def functions_of_mixed_autoencoder(policies):
+    return linen_autoencoder(policies, MixedAutoencoder, getattr)
 
 
 AUTOENCODERS = [nnx_autoencoder, linen_autoencoder, mixed_autoencoder]

@@ -228,13 +228,9 @@ def test_masters_in_a_loop_that_adds_updates():
 
 
 @pytest.mark.parametrize("kind", ["state", "optimizer"])
+@pytest.mark.usefixtures("standard_promotion")  # optax adds FP32 updates to 16-bit parameters
 def test_16_bit_parameters_in_flax_loops(kind):
     """Both create masters from the given parameters, and keep the dtypes of the parameters."""
-    with jax.numpy_dtype_promotion("standard"):  # optax adds FP32 updates to 16-bit parameters
-        check_16_bit_parameters(kind)
-
-
-def check_16_bit_parameters(kind):
     recipe = jaxmp.load_recipe("bf16_params")
     tx, params = recipe.optimizer(optax.sgd(0.1)), {"w": jnp.full((2, 2), 1.001)}
     if kind == "state":
@@ -251,11 +247,6 @@ def check_16_bit_parameters(kind):
     assert param.dtype == jnp.bfloat16
     np.testing.assert_allclose(master, np.full((2, 2), 0.901), rtol=1e-6)
     np.testing.assert_allclose(param.astype(jnp.float32), master, rtol=2**-7)
-
-
-def test_a_jmp_policy_is_taken_as_it_is():
-    string = "params=float32,compute=float16,output=float32"
-    assert jaxmp.get_policy(jmp.get_policy(string)) == jaxmp.get_policy(string)
 
 
 # ---------------------------------------------------------------------------

@@ -22,9 +22,12 @@ from jaxmp.errors import CheckpointError, CompositionError, RecipeError, RecipeW
 from jaxmp.optim import _moments, moment_dtype
 from jaxmp.optim._apply import apply_update
 from moment_optimizers import PARAMS, X, loss_fn, train
-from training_steps import nnx_step
+from training_steps import new_state, nnx_step
 
 pytestmark = pytest.mark.usefixtures("standard_promotion", "rank_promotion")
+
+RECIPE = jaxmp.load_recipe("bf16").replace(moment_dtype="bfloat16")
+SPLIT = NamedSharding(Mesh(np.array(jax.devices()[:4]), ("data",)), PartitionSpec("data"))
 
 # Optimizer -> number of moments of two parameters that are stored in 16 bits.
 OPTIMIZERS = {
@@ -146,10 +149,8 @@ def test_rounded_second_moments_have_no_bias_and_uncorrelated_errors():
 def test_the_rounding_does_not_depend_on_the_sharding():
     tx = moment_dtype(optax.adam(1e-3, b2=0.999))
     grads = jax.tree.map(lambda p: p + 0.1, PARAMS)
-    mesh = Mesh(np.array(jax.devices()[:4]), ("data",))
-    sharding = NamedSharding(mesh, PartitionSpec("data"))
     states = []
-    for place in (lambda tree: tree, lambda tree: jax.device_put(tree, sharding)):
+    for place in (lambda tree: tree, lambda tree: jax.device_put(tree, SPLIT)):
         params = place(PARAMS)
         state = tx.init(params)
         for _ in range(3):
@@ -228,8 +229,7 @@ def test_a_warning_names_states_that_stay_in_fp32(wrap):
         r"state.inner_opt_state\['average'\]": optax.MultiSteps(in_dict, 2),
         r"state.base_optimizer_state\['average'\]": optax.contrib.schedule_free(in_dict, 1e-3),
     }
-    recipe = jaxmp.load_recipe("bf16").replace(moment_dtype="bfloat16")
-    make = recipe.optimizer if wrap == "recipe" else moment_dtype
+    make = RECIPE.optimizer if wrap == "recipe" else moment_dtype
     for states, inner in unknown.items():
         with pytest.warns(RecipeWarning, match=f"does not know the states {states}"):
             state = make(inner).init(PARAMS)
@@ -295,9 +295,8 @@ def test_recipes_with_16_bit_parameters_move_no_more_bytes_than_they_must(name):
 
 
 def make_state(recipe, inner=None):
-    tx = recipe.optimizer(optax.adamw(1e-3) if inner is None else inner)
     params = recipe.cast_params(PARAMS)
-    return jaxmp.TrainState.create(apply_fn=None, params=params, tx=tx)
+    return new_state(params, recipe, optax.adamw(1e-3) if inner is None else inner)
 
 
 def test_checkpoints_migrate_both_ways_and_name_the_lossy_one(tmp_path):
@@ -328,13 +327,10 @@ def find_moments(state):
 
 
 def test_moments_are_sharded_as_their_parameters():
-    recipe = jaxmp.load_recipe("bf16").replace(moment_dtype="bfloat16")
-    state = jax.eval_shape(lambda: make_state(recipe))
-    mesh = Mesh(np.array(jax.devices()[:4]), ("data",))
-    split = NamedSharding(mesh, PartitionSpec("data"))
-    placed = jaxmp.state_shardings(state, jax.tree.map(lambda _: split, PARAMS))
+    state = jax.eval_shape(lambda: make_state(RECIPE))
+    placed = jaxmp.state_shardings(state, jax.tree.map(lambda _: SPLIT, PARAMS))
     moments = find_moments(placed)
-    assert moments.inner_state[0].nu["w"].spec == split.spec
+    assert moments.inner_state[0].nu["w"].spec == SPLIT.spec
     assert moments.count.spec == PartitionSpec()
 
 
@@ -345,8 +341,7 @@ def test_moments_work_inside_wrappers(wrap):
         inner = optax.MultiSteps(inner, 2)
     else:
         inner = optax.partition({"a": inner, "b": optax.sgd(0.1)}, {"w": "a", "b": "b"})
-    recipe = jaxmp.load_recipe("bf16").replace(moment_dtype="bfloat16")
-    state = make_state(recipe, inner)
+    state = make_state(RECIPE, inner)
     step = jax.jit(lambda state: state.apply_gradients(grads=jax.grad(loss_fn)(state.params)))
     before = float(loss_fn(state.params))
     for _ in range(20):
@@ -356,9 +351,8 @@ def test_moments_work_inside_wrappers(wrap):
 
 
 def test_nnx_optimizers_store_16_bit_moments():
-    recipe = jaxmp.load_recipe("bf16").replace(moment_dtype="bfloat16")
-    model = recipe.wrap(nnx.Linear(16, 16, rngs=nnx.Rngs(0)))
-    optimizer = jaxmp.nnx.Optimizer(model, recipe.optimizer(optax.adamw(1e-2)))
+    model = RECIPE.wrap(nnx.Linear(16, 16, rngs=nnx.Rngs(0)))
+    optimizer = jaxmp.nnx.Optimizer(model, RECIPE.optimizer(optax.adamw(1e-2)))
 
     step = nnx.jit(nnx_step(lambda model: jnp.mean((model(X) - 1) ** 2)))
     losses = [float(step(model, optimizer)) for _ in range(20)]

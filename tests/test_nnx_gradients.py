@@ -367,9 +367,9 @@ def critic_loss(model, x):
 GOOD, BAD = jnp.array([1.0, 2.0]), jnp.array([1.0, jnp.inf])
 
 
-def players():
-    model = Players()
-    tx = jaxmp.load_recipe("fp32").optimizer(optax.sgd(0.1))
+def players(recipe="fp32"):
+    recipe = jaxmp.load_recipe(recipe)
+    model, tx = recipe.wrap(Players()), recipe.optimizer(optax.sgd(0.1))
     names = ("actor", "critic")
     optimizers = [jaxmp.nnx.Optimizer(model, tx, wrt=nnx.PathContains(name)) for name in names]
     return model, *optimizers
@@ -540,11 +540,6 @@ def test_recipes_that_store_fp32_do_not_report_frozen_parameters():
 
 
 def test_parameters_of_another_optimizer_are_not_frozen():
-    recipe = jaxmp.load_recipe("bf16_params")
-    model = recipe.wrap(Players())
-    tx = recipe.optimizer(optax.sgd(0.1))
-    optimizers = [
-        jaxmp.nnx.Optimizer(model, tx, wrt=nnx.PathContains(name)) for name in ("actor", "critic")
-    ]
+    model, actor, _ = players("bf16_params")
     grads = jax.tree.map(jnp.ones_like, nnx.state(model, nnx.PathContains("actor")))
-    optimizers[0].update(model, grads)
+    actor.update(model, grads)

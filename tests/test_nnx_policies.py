@@ -222,7 +222,7 @@ def new_list_without_policies(model):
         (lambda: Net(rngs()), new_layers_in_a_list, "blocks/0"),
         (lambda: Net(rngs()), new_list, "blocks"),
         (lambda: Net(rngs()), adapters, "blocks/0/linear"),
-        (lambda: Listed(rngs()), new_list_without_policies, "layers"),
+        (lambda: DataLists(rngs()), new_list_without_policies, "layers"),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
@@ -307,18 +307,8 @@ def test_a_bridge_is_initialized_inside_of_a_transformation():
     assert model.inner.kernel.shape == (5, 4, 3)
 
 
-class Listed(nnx.Module):
-    def __init__(self, rngs):
-        self.layers = nnx.data([nnx.Linear(3, 3, rngs=rngs)])
-
-    def __call__(self, x):
-        for layer in self.layers:
-            x = layer(x)
-        return x
-
-
 def test_layers_added_to_a_python_list_are_reported_with_a_fix():
-    model = apply_policy(Listed(rngs()), MIXED)
+    model = apply_policy(DataLists(rngs()), MIXED)
     model.layers.append(nnx.Linear(3, 3, rngs=rngs()))
     with jax.numpy_dtype_promotion("standard"), pytest.warns(jaxmp.errors.RecipeWarning) as warned:
         model(floats(2, 3))
@@ -1081,8 +1071,7 @@ def test_weights_that_a_norm_writes_keep_their_dtype(cls):
     model = recipe.wrap(cls(nnx.Linear(3, 3, rngs=rngs()), rngs=rngs()))
     options = {"update_stats": True} if cls is nnx.SpectralNorm else {}
     optimizer = jaxmp.nnx.Optimizer(model, recipe.optimizer(optax.sgd(0.1)))
-    loss, grads = optimizer.value_and_grad(lambda m: jnp.sum(m(floats(2, 3), **options)))(model)
-    optimizer.update(model, grads)
+    loss = nnx_step(lambda m: jnp.sum(m(floats(2, 3), **options)))(model, optimizer)
     assert model.layer_instance.kernel.dtype == jnp.bfloat16 and jnp.isfinite(loss)
 
 
@@ -1428,9 +1417,9 @@ def test_threads_with_their_own_policies_on_one_model():
 train = nnx_step(lambda model, x: jnp.mean(model(x).astype(jnp.float32) ** 2))
 
 
-def training(recipe):
+def training(recipe, make=Normed):
     recipe = jaxmp.load_recipe(recipe)
-    model = recipe.wrap(Normed(rngs()))
+    model = recipe.wrap(make(rngs()))
     return model, jaxmp.nnx.Optimizer(model, recipe.optimizer(optax.sgd(1e-2, momentum=0.9)))
 
 
@@ -1455,9 +1444,7 @@ def test_a_cached_step_is_nnx_jit_step_for_step(recipe):
 
 @pytest.mark.usefixtures("check_leaks")
 def test_a_whole_step_leaks_no_tracer():
-    recipe = jaxmp.load_recipe("fp16_params")
-    model = recipe.wrap(Scan(rngs()))
-    optimizer = jaxmp.nnx.Optimizer(model, recipe.optimizer(optax.sgd(0.1)))
+    model, optimizer = training("fp16_params", Scan)
     assert bool(jnp.isfinite(nnx.jit(train)(model, optimizer, floats(4, 3))))
 
 

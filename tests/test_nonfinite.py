@@ -531,17 +531,14 @@ def test_an_opaque_kernel_is_named():
 def test_kernels_of_cudnn_are_single_operations():
     """They do not run on this machine, so their program is traced for a GPU."""
 
-    def step(x):
-        def loss(x):
-            y = jax.nn.dot_product_attention(x, x, x, implementation="cudnn")
-            return y.astype(jnp.float32).sum()
-
-        return jax.grad(loss)(x)
+    def loss(x):
+        y = jax.nn.dot_product_attention(x, x, x, implementation="cudnn")
+        return y.astype(jnp.float32).sum()
 
     x = jnp.ones((1, 128, 2, 64), jnp.bfloat16)
     with jaxmp.default_target("h100"):
         recorder = _record.Recorder()
-        _record.compiled(recorder, trace(step, (x,), {}).closed).trace([x])
+        _record.compiled(recorder, trace(jax.grad(loss), (x,), {}).closed).trace([x])
     names = {op.name: op for _, op in _walk.Walk(recorder, {}).operations()}
     for side in ("fwd", "bwd"):
         assert len(names[f"dot_product_attention_{side}_wrapper"].operands) >= 3

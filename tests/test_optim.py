@@ -25,7 +25,7 @@ from jaxmp.errors import CompositionError, MasterOverflowError, RecipeWarning
 from jaxmp.optim._rounding import pack, unpack
 from jaxmp.optim._skip import skip_nonfinite
 from relaxed import relaxed
-from training_steps import new_state, state_step
+from training_steps import new_state, state_step, with_small_scale
 
 BF16 = jaxmp.PolicyMap("p=bf16,c=bf16,o=f32")
 FP16 = jaxmp.PolicyMap("p=f16,c=f16,o=f32")
@@ -147,16 +147,6 @@ def test_moments_are_fp32_whatever_the_parameters_are():
 def test_fp32_parameters_have_no_second_copy():
     state = jaxmp.load_recipe(FP32).optimizer(optax.sgd(0.1)).init(toy_params())
     assert not jax.tree.leaves(state.inner_state.masters)
-
-
-def test_rules_choose_the_storage_of_each_parameter():
-    policies = jaxmp.PolicyMap(
-        "p=bf16,c=bf16,o=f32", [jaxmp.Rule("dense:bias", "p=f32", why="small and sensitive")]
-    )
-    state = new_state(toy_params(), policies)
-    assert state.params["dense"]["kernel"].dtype == jnp.bfloat16
-    assert state.params["dense"]["bias"].dtype == jnp.float32
-    assert len(jax.tree.leaves(state.opt_state.inner_state.masters)) == 1
 
 
 @pytest.mark.parametrize(
@@ -707,14 +697,6 @@ def test_stochastic_rounding_is_a_function_of_its_state():
 # ---------------------------------------------------------------------------
 
 
-def load(name):
-    """Returns a recipe whose loss scale is small enough for float16 gradients of size 1."""
-    recipe = jaxmp.load_recipe(name)
-    if not isinstance(recipe.loss_scale, jaxmp.DynamicLossScale):
-        return recipe
-    return recipe.replace(loss_scale=jaxmp.DynamicLossScale(init_scale=2.0**8))
-
-
 def sum_of_squares(params, batch):
     return jnp.mean((params["w"].astype(jnp.float32)[None] - batch) ** 2)
 
@@ -762,7 +744,7 @@ MAPPED = {
 @fast_cases("bf16-vmap", "fp16_params-shard_map")
 def test_an_optimizer_with_an_axis_averages_over_it_once(how, recipe):
     """`init` runs outside of the mapped function; only the optimizer has `axis_name`."""
-    recipe, params = load(recipe), {"w": jnp.linspace(-1.0, 1.0, 3)}
+    recipe, params = with_small_scale(recipe), {"w": jnp.linspace(-1.0, 1.0, 3)}
     create = lambda axis: new_state(params, recipe, relaxed(optax.adam(0.1)), axis_name=axis)
 
     def step(state, batch):
@@ -905,13 +887,6 @@ def test_paths_that_collide_are_refused():
     params = {"a": {"b": {"c": jnp.ones(2)}}, "a/b": {"c": jnp.ones(2)}}
     with pytest.raises(CompositionError, match="'a/b:c'"):
         mixed().init(params)
-
-
-def test_collections_beside_the_parameters_keep_their_dtype():
-    variables = {"params": {"w": jnp.ones(2)}, "batch_stats": {"mean": jnp.zeros(2)}}
-    state = jaxmp.TrainState.create(apply_fn=None, params=variables, tx=mixed())
-    assert state.params["params"]["w"].dtype == jnp.bfloat16
-    assert state.params["batch_stats"]["mean"].dtype == jnp.float32
 
 
 def test_donation_takes_nothing_of_the_callers():

@@ -15,6 +15,7 @@ from flax import nnx
 import jaxmp
 from grids import fast_cases
 from jaxmp.errors import RecipeError, RuleError, ValidationError
+from training_steps import new_state, nnx_step, state_step
 
 pytestmark = pytest.mark.usefixtures("standard_promotion", "rank_promotion")
 
@@ -53,8 +54,7 @@ def make_state(recipe=RECIPE):
 
 @jax.jit
 def train_step(recipe, state, x):
-    loss, grads = state.value_and_grad(loss_of(recipe.wrap(Net())))(x)
-    return state.apply_gradients(grads=grads), loss
+    return state_step(loss_of(recipe.wrap(Net())))(state, x)
 
 
 def run(state, first, last, recipe=RECIPE, batch=lambda step: X):
@@ -203,8 +203,7 @@ def test_a_switch_equals_one_by_hand_and_is_compiled_once_for_each_phase():
         loss_fn = loss_of((FP8 if uses_fp8 else jaxmp.load_recipe("bf16")).wrap(Net()))
         # The bfloat16 model has no FP8 state.
         of_params = lambda variables, x: loss_fn({"params": variables["params"]}, x)
-        loss, grads = state.value_and_grad(loss_fn if uses_fp8 else of_params)(x)
-        return state.apply_gradients(grads=grads), loss
+        return state_step(loss_fn if uses_fp8 else of_params)(state, x)
 
     state, expected = make_state(FP8), []
     for step in range(6):
@@ -275,14 +274,12 @@ def test_layers_in_scans_and_layers_that_run_twice_reset_their_states(microbatch
     @jax.jit
     def step_fn(recipe, state, x):
         loss_fn = loss_of(recipe.wrap(Scanned()))
-        loss, grads = state.value_and_grad(loss_fn, microbatches=microbatches)(x)
-        return state.apply_gradients(grads=grads), loss
+        return state_step(loss_fn, microbatches=microbatches)(state, x)
 
     phases = [{"from_step": 1, "matmul": "default"}, {"from_step": 2, "matmul": "fp8"}]
     recipe = FP8.replace(phases=phases)
     variables = jax.jit(recipe.phase(0).wrap(Scanned()).init)(jax.random.key(1), X)
-    tx = recipe.optimizer(optax.sgd(1e-2))
-    state, amaxes = jaxmp.TrainState.create(apply_fn=None, params=variables, tx=tx), []
+    state, amaxes = new_state(variables, recipe, optax.sgd(1e-2)), []
     for step in range(3):
         state, _ = step_fn(recipe.phase(step), state, X)
         states = state.params["_overwrite_with_gradient"]
@@ -306,10 +303,8 @@ def test_nnx_models_switch_with_one_optimizer():
     @nnx.jit
     def step_fn(recipe, model, optimizer, x):
         traces.append(recipe.name)
-        model = recipe.wrap(model)
-        loss, grads = optimizer.value_and_grad(lambda model: jnp.mean((model(x) - x) ** 2))(model)
-        optimizer.update(model, grads)
-        return loss
+        loss_fn = lambda model: jnp.mean((model(x) - x) ** 2)
+        return nnx_step(loss_fn)(recipe.wrap(model), optimizer)
 
     model = RECIPE.phase(0).wrap(NNXNet(nnx.Rngs(0)))
     optimizer = jaxmp.nnx.Optimizer(model, RECIPE.optimizer(optax.adam(1e-2)))
@@ -364,9 +359,7 @@ def linen_losses(seed):
 def nnx_losses(seed):
     @nnx.jit
     def step_fn(recipe, model, optimizer, x):
-        loss, grads = optimizer.value_and_grad(MODEL["loss_fn"])(recipe.wrap(model), x)
-        optimizer.update(model, grads)
-        return loss
+        return nnx_step(MODEL["loss_fn"])(recipe.wrap(model), optimizer, x)
 
     model = RECIPE.phase(0).wrap(NNXNet(nnx.Rngs(seed)))
     optimizer = jaxmp.nnx.Optimizer(model, optimizer_of(RECIPE))

@@ -98,19 +98,10 @@ def test_a_dtype_is_a_policy(dtype):
 
 
 @given(policies)
-def test_str_reads_back(policy):
-    assert get_policy(str(policy)) == policy
-    assert eval(repr(policy), {"Policy": get_policy}) == policy
-
-
-@given(policies)
-def test_dict_reads_back(policy):
-    assert get_policy(dataclasses.asdict(policy)) == policy
-
-
-@given(policies)
-def test_copies_are_equal_and_hash_alike(policy):
-    for other in (pickle.loads(pickle.dumps(policy)), copy.deepcopy(policy)):
+def test_copies_and_texts_are_equal_and_hash_alike(policy):
+    texts = get_policy(str(policy)), eval(repr(policy), {"Policy": get_policy})
+    copies = pickle.loads(pickle.dumps(policy)), copy.deepcopy(policy)
+    for other in (*texts, *copies, get_policy(dataclasses.asdict(policy))):
         assert other == policy and hash(other) == hash(policy)
 
 

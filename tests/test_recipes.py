@@ -158,8 +158,7 @@ def test_the_tables_of_recipes_are_complete(page):
 
 
 def test_examples_of_the_readme_load(write):
-    readme = (Path(__file__).parents[1] / "policies" / "README.md").read_text()
-    blocks = re.findall(r"```toml\n(.*?)```", readme, re.DOTALL)
+    blocks = re.findall(r"```toml\n(.*?)```", README, re.DOTALL)
     assert blocks and all(load_recipe(write(block)) for block in blocks)
 
 

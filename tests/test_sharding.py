@@ -336,11 +336,6 @@ def test_the_page_shows_the_programs_as_measured():
     assert (
         sharded_programs.table_of(results["rows"], 8) in (root / "docs/measurements.md").read_text()
     )
-    for row in results["rows"]:
-        is_jaxmp = row["recipe"] in sharded_programs.RECIPES
-        assert bool(row["sums_16_bit"]) == (not is_jaxmp)
-        if is_jaxmp and row["weights"]:
-            assert row["gathered_weights"] == pytest.approx(row["weights"], rel=0.01)
 
 
 def test_the_page_shows_the_plan_as_compiled():

@@ -170,11 +170,7 @@ def test_gradients_that_are_all_zero_are_counted_and_named(recipe, scale, skip):
         quotient = scaled.astype(jnp.float32) / norm[is_fixed](scaled)
         return lax.select(p["b"] > 5, p["b"].astype(jnp.float32), quotient @ targets)
 
-    tx = (
-        jaxmp.load_recipe(recipe)
-        .replace(loss_scale=scale or "none", skip=skip)
-        .optimizer(optax.sgd(1e-3))
-    )
+    changes = {"loss_scale": scale or "none", "skip": skip}
     dtype = jnp.float16 if scale else jnp.float32
     params = {"w": jnp.ones(4, dtype), "b": jnp.zeros(())}
     step = jax.jit(
@@ -184,7 +180,7 @@ def test_gradients_that_are_all_zero_are_counted_and_named(recipe, scale, skip):
         static_argnums=1,
     )
     for is_fixed in norm:
-        state = jaxmp.TrainState.create(apply_fn=None, params=params, tx=tx)
+        state = new_state(params, recipe, optax.sgd(1e-3), **changes)
         for _ in range(10):
             state = step(state, is_fixed)
         stats = jaxmp.get_skip_stats(state)

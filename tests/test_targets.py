@@ -13,7 +13,7 @@ import pytest
 from jax.sharding import SingleDeviceSharding
 
 import jaxmp
-from gpu_compiler import needs_compiler
+from gpu_compiler import needs_compiler, needs_libtpu
 from grids import EXPENSIVE
 from jaxmp._core import _compat
 from jaxmp._core._targets import (
@@ -261,10 +261,7 @@ print("RESULT" + json.dumps({
 """
 
 
-@pytest.mark.skipif(
-    importlib.util.find_spec("libtpu") is None,
-    reason='libtpu is not installed: pip install "jaxmp[tpu-aot]"',
-)
+@needs_libtpu
 @EXPENSIVE
 @pytest.mark.parametrize("chip", ["v5e", "v5p", "v6e", "tpu7x"])
 def test_programs_for_tpus(chip):

@@ -1,12 +1,12 @@
 """Dtypes of train steps that are compiled for Google TPUs, read without the parser of jaxmp."""
 
-import importlib.util
 import json
 from pathlib import Path
 
 import pytest
 
 import tpu_programs
+from gpu_compiler import needs_libtpu
 from grids import EXPENSIVE
 from processes import run_script
 
@@ -65,10 +65,7 @@ def test_recorded_programs_have_no_wide_matmuls():
     assert any([check(row) for row in ROWS])
 
 
-@pytest.mark.skipif(
-    importlib.util.find_spec("libtpu") is None,
-    reason='libtpu is not installed: pip install "jaxmp[tpu-aot]"',
-)
+@needs_libtpu
 @EXPENSIVE
 @pytest.mark.parametrize("recipe", ["bf16", "fp16"])
 def test_a_program_for_a_tpu(recipe, tmp_path):

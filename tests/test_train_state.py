@@ -16,7 +16,7 @@ import jaxmp
 from arrays import changed
 from grids import REST, each_value, fast_cases
 from relaxed import relaxed
-from training_steps import new_state, state_step
+from training_steps import new_state, state_step, with_small_scale
 
 RECIPES = ["fp32", "tf32", "bf16", "bf16_params", "fp16", "fp16_params"]
 
@@ -37,10 +37,7 @@ class Net(nn.Module):
 
 
 def setup(recipe, tx=None):
-    recipe = jaxmp.load_recipe(recipe)
-    if isinstance(recipe.loss_scale, jaxmp.DynamicLossScale):
-        # At 2**16, the first steps overflow float16 as expected; these tests count steps.
-        recipe = recipe.replace(loss_scale=jaxmp.DynamicLossScale(init_scale=2.0**8))
+    recipe = with_small_scale(recipe)  # these tests count steps
     model = recipe.wrap(Net())
     x = jax.random.normal(jax.random.key(1), (16, 4))
     variables = Net().init(jax.random.key(0), x)
@@ -182,8 +179,7 @@ def test_plain_optimizers_have_no_scale_and_full_gradients():
 
 
 def test_recipe_dtypes_of_accumulation_reach_value_and_grad():
-    recipe = jaxmp.load_recipe("fp32").replace(accumulate_dtype="bfloat16")
-    state = new_state({"w": jnp.float32(1.0)}, recipe)
+    state = new_state({"w": jnp.float32(1.0)}, "fp32", accumulate_dtype="bfloat16")
     x = jnp.where(jnp.arange(512) < 256, 1.0, 2.0**-9)
     fn = lambda p, x: jnp.sum(p["w"] * x)
     assert float(state.value_and_grad(fn, microbatches=512)(x)[1]["w"]) == 0.5
@@ -193,9 +189,8 @@ def test_the_dtypes_of_gradients_do_not_change_the_update():
     """A recipe records them in its optimizer, whose parameters are still assigned."""
     results = []
     for dtype in ("float32", "float64"):
-        recipe = jaxmp.load_recipe("bf16_params").replace(reduce_dtype=dtype)
         params = {"w": jnp.full(3, 1 + 2.0**-12)}
-        state = new_state(params, recipe, optax.sgd(2.0**-12))
+        state = new_state(params, "bf16_params", optax.sgd(2.0**-12), reduce_dtype=dtype)
         results.append(state.apply_gradients(grads={"w": jnp.ones(3)}))
     plain, recorded = results
     assert recorded.opt_state.settings.gradients.reduce_dtype == "float64"
@@ -226,36 +221,35 @@ def test_random_keys_move_on_when_a_step_is_skipped():
 def test_required_path_rules_about_storage_are_judged_at_create():
     rule = jaxmp.Rule("hed", "p=f32", why="a typing error")
     policies = jaxmp.PolicyMap("p=bf16,c=bf16,o=f32", [rule])
-    tx = jaxmp.load_recipe(policies).optimizer(optax.sgd(0.1))
     params = {"head": {"kernel": jnp.ones((2, 2))}, "body": {"kernel": jnp.ones((2, 2))}}
     with pytest.raises(jaxmp.errors.RuleError, match="'head'"):
-        jaxmp.TrainState.create(apply_fn=None, params=params, tx=tx)
+        new_state(params, policies)
     compute_only = jaxmp.PolicyMap(policies.default, [jaxmp.Rule("hed", "c=f32")])
-    tx = jaxmp.load_recipe(compute_only).optimizer(optax.sgd(0.1))
-    jaxmp.TrainState.create(apply_fn=None, params=params, tx=tx)
+    new_state(params, compute_only)
 
 
 def test_rules_leave_the_collection_out():
     policies = jaxmp.PolicyMap("p=bf16,c=bf16,o=f32", [jaxmp.Rule("head", "p=f32")])
     variables = {
         "params": {"head": {"kernel": jnp.ones((2, 2))}, "body": {"kernel": jnp.ones((2, 2))}},
+        "batch_stats": {"mean": jnp.zeros(2)},
         "_overwrite_with_gradient": {"amax": jnp.zeros(4)},
     }
     state = new_state(variables, policies)
     dtypes = jax.tree.map(lambda p: str(p.dtype), state.params)
     assert dtypes["params"] == {"head": {"kernel": "float32"}, "body": {"kernel": "bfloat16"}}
     assert dtypes["_overwrite_with_gradient"] == {"amax": "float32"}
+    assert dtypes["batch_stats"] == {"mean": "float32"}
 
 
 def test_overwritten_state_is_assigned_and_reverted_on_a_skip():
-    recipe = jaxmp.load_recipe("bf16_params")
     variables = {
         "params": {"w": jnp.ones(2)},
         "_overwrite_with_gradient": {"amax": jnp.zeros(4)},
     }
-    tx = recipe.optimizer(optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.1)))
+    inner = optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.1))
     with jax.numpy_dtype_promotion("standard"):  # optax.clip_by_global_norm mixes types
-        state = jaxmp.TrainState.create(apply_fn=None, params=variables, tx=tx)
+        state = new_state(variables, "bf16_params", inner)
         history = jnp.arange(4.0) * 1e6
         grads = {"params": {"w": jnp.ones(2)}, "_overwrite_with_gradient": {"amax": history}}
         new = state.apply_gradients(grads=grads)
@@ -274,8 +268,7 @@ def test_overwritten_state_is_assigned_and_reverted_on_a_skip():
 
 def test_partitioned_boxes_keep_their_names():
     params = {"w": nn.Partitioned(jnp.ones((4, 2)), names=("data", None))}
-    recipe = jaxmp.load_recipe("bf16_params")
-    state = new_state(params, recipe)
+    state = new_state(params, "bf16_params")
     assert state.params["w"].names == ("data", None)
     assert state.params["w"].value.dtype == jnp.bfloat16
     masters = state.opt_state.inner_state.masters
@@ -483,8 +476,7 @@ def test_wrong_calls_name_the_call_to_write(name):
 
 
 def test_a_loss_may_take_the_parameters_of_the_state_as_data():
-    arguments = {"apply_fn": None, "params": {"w": jnp.ones(2)}, "tx": optax.sgd(0.1)}
-    state = jaxmp.TrainState.create(**arguments)
+    state = new_state({"w": jnp.ones(2)}, "fp32")
     loss, _ = state.value_and_grad(lambda params, old: params["w"] @ old["w"])(state.params)
     assert loss == 2
 

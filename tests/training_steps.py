@@ -5,6 +5,14 @@ import optax
 import jaxmp
 
 
+def with_small_scale(recipe):
+    """Returns a recipe under which the first float16 gradients do not overflow, as at 2**16."""
+    recipe = jaxmp.load_recipe(recipe)
+    if not isinstance(recipe.loss_scale, jaxmp.DynamicLossScale):
+        return recipe
+    return recipe.replace(loss_scale=jaxmp.DynamicLossScale(init_scale=2.0**8))
+
+
 def new_state(params, recipe, inner=None, *, apply_fn=None, axis_name=None, **changes):
     """Returns a train state of parameters under a recipe, of which settings are replaced.
 
