@@ -207,10 +207,14 @@ def _entered(module: Any, call: _Call | None = None) -> Iterator[None]:
       module: a bound module.
       call: the call that the block is; None for another block.
     """
-    if _is_inside(module):
+    policies = _compat.current_context().policies
+    if module.scope is None or isinstance(policies, _linen_interceptor.Plain):
         yield
         return
     root = _root_of(module)
+    if policies == root:
+        yield
+        return
     if root.is_by_path:
         _linen_interceptor.key_scopes(module)
     mark = module.__dict__["_jaxmp_mark"]
@@ -222,13 +226,6 @@ def _entered(module: Any, call: _Call | None = None) -> Iterator[None]:
     interceptor = functools.partial(_linen_interceptor.intercept, root)
     with nn.intercept_methods(interceptor), under_policies:
         yield
-
-
-def _is_inside(module: Any) -> bool:
-    """Returns True if a module is unbound, or if its policies, or plain `init`, are active."""
-    active = _compat.current_context().policies
-    is_plain = module.scope is None or isinstance(active, _linen_interceptor.Plain)
-    return is_plain or active == _root_of(module)
 
 
 def _decisions_of(module: Any, root: _linen_interceptor.Root, called: _Call) -> Hashable:
@@ -311,7 +308,10 @@ _FLAX_NAMES = frozenset(
 
 def _lookup(module: Any, name: str, inherited: Callable[[str], Any]) -> Any:
     """Returns an attribute of a wrapped module; for a caller outside, submodules have policies."""
-    if _is_inside(module):
+    if module.scope is None:
+        return inherited(name)
+    active = _compat.current_context().policies
+    if isinstance(active, _linen_interceptor.Plain) or active == _root_of(module):
         return inherited(name)
     with _entered(module):
         value = inherited(name)
@@ -321,8 +321,7 @@ def _lookup(module: Any, name: str, inherited: Callable[[str], Any]) -> Any:
 
 
 def _submodule_with_policies(owner: Any, child: object) -> object:
-    has_policies = hasattr(type(child), "_jaxmp_class")
-    if not isinstance(child, nn.Module) or child.scope is None or has_policies:
+    if not isinstance(child, nn.Module) or child.scope is None or is_wrapped(child):
         return child
     cls, root = type(owner), _root_of(owner)
     wrapped = object.__new__(wrapped_class(type(child), cls._jaxmp_policies, cls._jaxmp_origin))
@@ -332,6 +331,11 @@ def _submodule_with_policies(owner: Any, child: object) -> object:
     for name in ("_jaxmp_mark", "_jaxmp_search"):
         object.__setattr__(wrapped, name, owner.__dict__[name])
     return wrapped
+
+
+def is_wrapped(module: nn.Module) -> bool:
+    """Returns True if a module has policies of its own."""
+    return hasattr(type(module), "_jaxmp_class")
 
 
 @contextlib.contextmanager
