@@ -262,6 +262,18 @@ def test_parameters_alone_come_from_the_masters(tmp_path):
     assert same(restored["params"], masters)
 
 
+@pytest.mark.parametrize("after", [jnp.float8_e5m2, jnp.float8_e4m3fn, jnp.bfloat16])
+@pytest.mark.parametrize("before", [jnp.float8_e5m2, jnp.float8_e4m3fn])
+def test_a_cast_between_formats_of_fp8_is_lossy(before, after, tmp_path):
+    checkpointer = save(tmp_path, {"scaled": jnp.ones(4, before)})
+    like = {"scaled": jnp.zeros(4, after)}
+    if before != after and after != jnp.bfloat16:
+        with pytest.raises(CheckpointError, match="migrate='lossy'"):
+            checkpointer.restore(like, migrate=True)
+    restored = checkpointer.restore(like, migrate="lossy")
+    assert restored["scaled"].dtype == after and restored["scaled"].tolist() == [1, 1, 1, 1]
+
+
 @pytest.mark.parametrize("source", ["fp32", "bf16_params", "packed", "fp16_params"])
 def test_parameters_are_restored_without_the_rest(source, tmp_path):
     state = make_state(source)
