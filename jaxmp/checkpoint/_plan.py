@@ -96,7 +96,7 @@ def differences(source: Description, target: Description) -> list[str]:
         before, after = stored.get(path), wanted.get(path)
         if before is None and after and path.endswith(_NEW_COUNTER) and after.role == COUNTER:
             continue
-        if str(before) != str(after):
+        if str(before) != str(after):  # dtype and shape
             rows.append(
                 f"{path}: {before or 'absent'} in the checkpoint, {after or 'absent'} in the state"
             )
