@@ -7,8 +7,8 @@
 
 Each row is a training step with AdamW and donated state: of a foreign model of `transformers` at
 the width of its smallest published form, with fewer layers, of examples/gpt.py, or of a small model
-of this file, whose programs are unlike those: convolutions, a U-Net, a mixer, two towers, a
-recurrent net, and microbatches. With remat, the
+of this file, whose programs are unlike those: convolutions, a U-Net, an autoencoder, a mixer,
+two towers, a recurrent net, and microbatches. With remat, the
 results of matmuls are kept and everything else is computed again (in examples/gpt.py, all but the
 input of each block). On several devices, parameters and optimizer state are split (FSDP), and the
 results of modules like the batch; the models of tensor_parallel.py have an axis "model" of up to
@@ -177,6 +177,18 @@ class UNet(nn.Module):
         return (nn.Conv(21, (3, 3))(nn.silu(nn.GroupNorm(32)(x))),)
 
 
+class Autoencoder(nn.Module):
+    """Convolutions of half the resolution each, and transposed convolutions back."""
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> tuple[jax.Array]:
+        for width in (64, 128, 256):
+            x = nn.relu(nn.Conv(width, (4, 4), strides=2)(x))
+        for width in (256, 128):
+            x = nn.relu(nn.ConvTranspose(width, (4, 4), strides=(2, 2))(x))
+        return (nn.ConvTranspose(16, (4, 4), strides=(2, 2))(x),)
+
+
 class Mixer(nn.Module):
     """MLP-Mixer with four layers of 512 features."""
 
@@ -219,6 +231,7 @@ class Recurrent(nn.Module):
 OWN: dict[str, ForeignModel] = {
     "convolutions": (lambda _: Convolutions(), None, images(32, 128, 128, 3), lambda x: (x,)),
     "unet": (lambda _: UNet(), None, images(16, 128, 128, 3), lambda x: (x,)),
+    "autoencoder": (lambda _: Autoencoder(), None, images(64, 128, 128, 3), lambda x: (x,)),
     "mixer": (lambda _: Mixer(), None, images(64, 224, 224, 3), lambda x: (x,)),
     "towers": (lambda _: Towers(), None, ids(4096, 2), lambda x: (x,)),
     "recurrent": (lambda _: Recurrent(), None, ids(32, 128), lambda x: (x,)),

@@ -288,6 +288,27 @@ def test_results_of_library_calls_are_not_overwritten():
     assert jaxmp.estimate_memory(forward, PARAMS, ROWS).temporary == 2 * size_of(ROWS)
 
 
+def test_transposed_convolutions_write_their_operand_with_zeros():
+    x = ShapeDtypeStruct((2, 16, 16, 64), jnp.float32)
+    kernel, up = (ShapeDtypeStruct(shape, x.dtype) for shape in ((4, 4, 8, 64), (2, 32, 32, 8)))
+
+    def upsample(kernel, x, reverse):
+        kernel = kernel if reverse else jnp.swapaxes(kernel, 2, 3)
+        return jnp.sum(
+            jax.lax.conv_transpose(jnp.abs(x), kernel, (2, 2), "SAME", transpose_kernel=reverse)
+        )
+
+    def temporary(fn, reverse):
+        function = functools.partial(fn, reverse=reverse)
+        return jaxmp.estimate_memory(function, kernel, x).temporary
+
+    assert temporary(upsample, reverse=False) == 4 * 2 * 35 * 35 * 64 + size_of(up)
+    # XLA calls cuDNN's gradient of a convolution instead, and that of its kernel for the gradient.
+    operands = size_of([x, kernel, up])
+    assert temporary(upsample, reverse=True) == operands
+    assert temporary(jax.grad(upsample), reverse=True) == operands
+
+
 @pytest.mark.parametrize(("function", "arrays"), [(jnp.tanh, 2), (jnp.negative, 1)])
 def test_a_long_operation_is_computed_once(function, arrays):
     def forward(params, x):

@@ -36,6 +36,24 @@ def dot_of(equation: Any) -> Dot:
     return Dot(*equation.params["dimension_numbers"])
 
 
+def upsampled_shape(equation: Any) -> tuple[int, ...] | None:
+    """Returns the shape of the operand of a transposed convolution, with the zeros inside.
+
+    It is None for other operations, also for the gradient of a kernel, whose result is smaller.
+    """
+    if equation.primitive.name != "conv_general_dilated":
+        return None
+    params, before = equation.params, equation.invars[0].aval.shape
+    operand, _, result = params["dimension_numbers"]
+    shape = list(before)
+    rows = zip(operand[2:], params["lhs_dilation"], params["padding"], strict=True)
+    for axis, step, padding in rows:
+        shape[axis] = (shape[axis] - 1) * step + 1 + sum(padding)
+    after = equation.outvars[0].aval.shape
+    is_larger = math.prod(after[n] for n in result[2:]) > math.prod(before[n] for n in operand[2:])
+    return tuple(shape) if is_larger else None
+
+
 class Arithmetic(NamedTuple):
     """Options of a matmul or convolution.
 

@@ -83,6 +83,7 @@ class _Array:
         self.bytes, self.axes, self.sources = size, axes, sources
         # Whether only the first kernel that reads it computes it, and the number of that kernel.
         self.is_long, self.first_reader = False, -1
+        self.is_reversed = False
 
 
 class _Kernel(NamedTuple):
@@ -152,6 +153,13 @@ class Liveness(_programs.Forward):
             axes_inside, size = self._measure_inside(inner, operands)
             axes = axes_inside if len(axes_inside) == len(axes) else axes
             below = max(below, size)
+        shape = _programs.upsampled_shape(equation)
+        if shape and not operands[1].is_reversed:
+            # A kernel writes the operand with the zeros between its elements. If the weights are
+            # reversed, as in a gradient, XLA calls the gradient of cuDNN instead.
+            padded = jax.ShapeDtypeStruct(shape, equation.invars[0].aval.dtype)
+            size = self._size(padded, operands[0].axes)
+            operands = [_Array(size, operands[0].axes, operands[:1]), *operands[1:]]
         is_matmul = name in _programs.MATMULS
         is_summed = not is_apart and not is_matmul
         rows = zip(equation.outvars, axes, strict=True)
@@ -167,6 +175,7 @@ class Liveness(_programs.Forward):
             self._kernels.append(_Kernel(self._reads(operands), results, is_library, below))
         else:
             results[0].sources, results[0].is_long = operands, name in _LONG
+            results[0].is_reversed = name == "rev"
         return results
 
     def _reads(self, arrays: Iterable[_Array]) -> set[_Array]:
