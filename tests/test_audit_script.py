@@ -363,6 +363,8 @@ def test_a_script_without_gradients_prints_and_reads_options_behind_a_double_das
         (["--function", "step"], "--function requires --script"),
         (["a:make", "--recipes=x"], "unknown option --recipes. Did you mean '--recipe'?"),
         (["a:make", "b:make"], "2 arguments instead of 1"),
+        (["steps/a.py"], "'steps/a.py' does not name a function"),
+        (["steps/a.py", "5"], "jaxmp audit --script steps/a.py"),
         ([], "0 arguments instead of 1"),
     ],
 )

@@ -127,7 +127,7 @@ def check_options(command: str, parameters: Mapping[str, object]) -> None:
 
     Raises:
       JaxmpError: without a script, if there is an unknown option, with the option of a similar
-        name; if `--function` is passed; or if there is not one argument, the function.
+        name; if `--function` is passed; or if the arguments are not one function.
     """
     if parameters.get("script", "") is not None:
         return
@@ -138,11 +138,15 @@ def check_options(command: str, parameters: Mapping[str, object]) -> None:
         raise JaxmpError(f"unknown option {option}.{hint} jaxmp {command} --help lists all.")
     if parameters["name"] is not None:
         raise JaxmpError("--function requires --script, such as --script train.py.")
-    if len(arguments) != 1:
+    problem = f"{len(arguments)} arguments instead of 1"
+    script = next((text for text in arguments if text.endswith(".py")), "")
+    if [script] == arguments:
+        problem = f"{script!r} does not name a function"
+    if script or len(arguments) != 1:
         raise JaxmpError(
-            f"{len(arguments)} arguments instead of 1. Name a function that returns the step, or a "
-            f"script:\n    jaxmp {command} my_package.train:make_step\n"
-            f"    jaxmp {command} --script train.py"
+            f"{problem}. Name a function that returns the step, or a script:\n"
+            f"    jaxmp {command} my_package.train:make_step\n"
+            f"    jaxmp {command} --script {script or 'train.py'}"
         )
 
 
@@ -317,8 +321,9 @@ def make_step(name: str, example: str, *argument: object, least: int = 1) -> tup
     argument = argument if required or (parameters and argument != (None,)) else ()
     if missing := ", ".join(required[len(argument) :]):
         raise JaxmpError(
-            f"{name} requires {missing}, for which no value is passed. Write a default, or\n"
-            f"    {example}"
+            f"{name} requires {missing}, for which no value is passed. Write a default, or a "
+            "function that returns the step and its arguments:\n    def make_step():\n"
+            "        return train_step, state, batch"
         )
     made = call(f"{name}()", lambda: make(*argument))
     if not isinstance(made, (tuple, list)) or len(made) < least or not callable(made[0]):
