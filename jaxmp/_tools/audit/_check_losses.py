@@ -208,8 +208,8 @@ def check_logarithm(op: OpOccurrence) -> None:
 
 ROUNDED_OUTPUT = Check(
     id="rounded_output",
-    explanation="A matmul rounds its result to 16 bits, and a log-softmax, log-sum-exp, softmax,"
-    " top-k, argmax, squared distance or difference of a loss is computed from it, in FP32 or not:"
+    explanation="A matmul rounds its result to 16 bits, and a log-sum-exp, softmax, top-k, argmax,"
+    " factorization, squared distance or difference of a loss is computed from it, in FP32 or not:"
     " the logits of a head or router, or a return of 300, which has steps of 2 in bfloat16. Not"
     " the softmax of attention, which a matmul reads.",
     fix="jnp.matmul(x, w, preferred_element_type=jnp.float32)",
@@ -297,6 +297,10 @@ def label_output(op: OpOccurrence) -> None:
         output.report(_SOFTMAX_READS)
     elif _programs.Use.ORDER in op.use:
         output.report("; a top-k, argmax or sort compares it")
+    elif op.use & (_programs.Use.SOLVED | _programs.Use.CHAINED):
+        output.report(
+            "; the condition of a matrix that is factorized or solved multiplies the error"
+        )
     elif _programs.Use.DISTANCE in op.use:
         output.report(
             "; a squared distance is the difference of it and of norms, or an angle of it"
