@@ -1058,7 +1058,7 @@ test_audit.py::test_full_precision_is_allowed
 """,
     "jaxmp/_tools/audit/_check_compiled.py": r"""
 the fix of a mapped step that donates nothing compiles it again
-- "shard_map" in names and not numbers
+- _programs.Form.SHARDS in forms and not numbers
 + False
 test_audit_compiled.py::test_state_that_is_not_donated_is_a_note
 """,
@@ -1209,11 +1209,6 @@ test_audit_plants.py::test_a_loss_may_select_log_probabilities_in_fp32
 the root in the derivative of an arc function is that of a variance
 - is_other = op.name == "rsqrt" and not is_derivative
 + is_other = op.name == "rsqrt"
-test_audit.py::test_the_root_in_a_derivative_is_no_norm
-
-each root is that of a variance
-- "the variance or sum of squares" if is_norm
-+ "the variance or sum of squares" if True
 test_audit.py::test_the_root_in_a_derivative_is_no_norm
 
 a parameter that is stored in 16 bits may enter an exponential

@@ -71,8 +71,8 @@ def check_donation(program: Compilation, audit: Auditor) -> Iterator[Finding]:
         numbers = ", ".join(map(str, range(count))) + "," * (count == 1)
         # Without `nnx.jit`, the new state does not reach the objects.
         fix = f"nnx.jit(train_step, donate_argnums=({numbers}))" if numbers else ""
-        names = {e.primitive.name for e in _programs.equations(audit.traced.jaxpr)}
-        fix = _FIX_MAPPED if "shard_map" in names and not numbers else fix
+        forms = map(_programs.form_of, _programs.equations(audit.traced.jaxpr))
+        fix = _FIX_MAPPED if _programs.Form.SHARDS in forms and not numbers else fix
         yield UNDONATED_STATE.finding(message, fix)
 
 
