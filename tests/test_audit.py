@@ -569,6 +569,43 @@ def test_a_power_iteration_is_fp32_by_design(gradient):
         assert "norm_16bit" not in checks(audit(other, shape(64, 32), shape(32), shape(32)))
 
 
+@pytest.mark.parametrize("arc", [jnp.arccosh, jnp.arcsin])
+def test_the_root_in_a_derivative_is_no_norm(arc):
+    loss = lambda x: arc(x).astype(jnp.float32).sum()
+    assert checks(audit(jax.grad(loss), shape(64))) == {"exp_16bit"}
+    message = the_only(audit(lambda x: lax.rsqrt(x) + 1, shape(64)).errors, "norm_16bit").message
+    assert message == "rsqrt in bfloat16: its operand has 8 bits of precision."
+
+
+@pytest.mark.usefixtures("standard_promotion")
+def test_the_matmuls_of_a_library_are_those_of_its_call():
+    pads, labels, ends = jnp.zeros((4, 16)), jnp.ones((4, 8), int), jnp.zeros((4, 8))
+    loss = lambda x: optax.ctc_loss(x, pads, labels, ends).mean()
+    (finding,) = audit(jax.grad(loss), shape(4, 16, 8)).errors
+    assert finding.fix.endswith("optax.ctc_loss(x.astype(jnp.float32), pads, labels, ends)")
+
+
+@pytest.mark.usefixtures("standard_promotion")
+def test_the_fp32_result_of_a_factorization_is_no_promotion():
+    report = audit(lambda m: m @ jnp.linalg.qr(m + jnp.eye(8))[0], shape(8, 8))
+    assert checks(report) == {"mixed_operands"}
+
+
+def test_a_loop_that_subtracts_an_expression_of_numbers():
+    assert "reduction_16bit" in checks(audit(jax.scipy.special.expi, shape(8)))
+
+
+def test_second_derivatives_of_a_vector():
+    """The gradient of an inner gradient, which is an FP32 outer product, reads no matrix."""
+
+    def loss(w, x):
+        return jnp.sum(jax.grad(lambda w: jnp.sum((jnp.tanh(x @ w) @ w) ** 2))(w) ** 2)
+
+    arguments = shape(8, 8, dtype=jnp.float32), shape(8, dtype=jnp.float32)
+    assert not audit(jax.grad(loss), *arguments, recipe=BF16).ok
+    assert audit(jax.grad(jaxmp.autocast(loss, "bf16")), *arguments, recipe=BF16).ok
+
+
 def linear_solve(w, x):
     multiply = lambda v: v + w @ v
     return lax.custom_linear_solve(multiply, x, lambda f, b: 2 * b - f(b), symmetric=True)

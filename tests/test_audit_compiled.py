@@ -621,6 +621,9 @@ def test_state_that_is_not_donated_is_a_note():
     assert kept.memory.aliased == 0
     assert given.memory.aliased == 64 * 64 * 4
     assert "undonated_state" not in {finding.check for finding in given.findings}
+    args = [jax.ShapeDtypeStruct((1, *arg.shape), arg.dtype) for arg in args]
+    mapped = the_only(audit(jax.pmap(step), *args, target="h200").findings, "undonated_state")
+    assert "jax.pmap(train_step, donate_argnums=0)" in mapped.fix
 
 
 @pytest.fixture

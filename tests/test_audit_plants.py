@@ -298,6 +298,7 @@ INDICES = jnp.zeros(600, jnp.int32)
         (lambda m: 0.999 * m + 0.001 * m, None),
         (lambda m: (m @ m.T - jnp.diag(m @ m.T)).astype(F32), "rounded_output"),
         (lambda m: (m @ m.T - jnp.diag(jnp.diag(m @ m.T))).astype(F32), None),
+        (lambda m: jnp.linalg.cholesky((m @ m.T).astype(F32)), "rounded_output"),
     ],
 )
 @pytest.mark.filterwarnings("ignore:scatter inputs have incompatible types")

@@ -444,6 +444,11 @@ class Spectrum(nnx.Module):
         return jnp.abs(jnp.fft.rfft(signal))
 
 
+class Quantile(nnx.Module):
+    def __call__(self, x):
+        return jax.scipy.special.ndtri(x)
+
+
 def test_an_operation_without_a_16_bit_form_is_named_and_the_fixes_work():
     x = 2 * jnp.eye(4, dtype=jnp.float32)
     with pytest.raises((TypeError, NotImplementedError)) as caught:
@@ -452,10 +457,13 @@ def test_an_operation_without_a_16_bit_form_is_named_and_the_fixes_work():
     assert "in Inverse, the module 'inner'" in note and "x.astype(jnp.float32)" in note
     assert "/**" not in note
     jaxmp.load_recipe(BF16).wrap(Outer(Inverse(cast=True))).apply({}, x)
+    with pytest.raises(TypeError) as unsupported:
+        jaxmp.load_recipe(BF16).wrap(Quantile())(x)
     with pytest.raises(ValueError, match="RFFT") as caught:
         jaxmp.load_recipe(BF16).wrap(Spectrum())(x)
     (note,) = (note for note in caught.value.__notes__ if note.startswith("jaxmp: "))
     assert "JAX has no 16-bit form of the operation" in note
+    assert unsupported.value.__notes__[0].endswith(note[note.index("which computes") :])
     rule = eval(note[note.rindex("Rule(") :].rstrip("."), {"Rule": jaxmp.Rule})
     np.testing.assert_array_equal(
         jaxmp.load_recipe(jaxmp.PolicyMap(BF16, [rule])).wrap(Spectrum())(x), Spectrum()(x)

@@ -250,7 +250,9 @@ _KEPT = (
     "jax.ensure_compile_time_eval()."
 )
 # JAX's messages for an operation that has no 16-bit form; the last one is that of JAX 0.10.
-_NO_16BIT = re.compile("does not accept dtype|input must be|Unsupported dtype")
+_NO_16BIT = re.compile(
+    "does not accept dtype|input must be|float16 is not supported|Unsupported dtype"
+)
 
 
 def explain_mismatch(

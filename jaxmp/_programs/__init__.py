@@ -56,6 +56,7 @@ from jaxmp._programs._operations import (
     new_dtype_of, sharding_of_result, upsampled_shape, window_of,
 )
 from jaxmp._programs._static_values import Scope
+from jaxmp._programs._solutions import SOLVERS
 from jaxmp._programs._uses import (
     EXACT, SENSITIVE, Use, Uses, exact_uses, uses, wide_results,
 )

@@ -39,7 +39,8 @@ class PolicyContext:
         self.autocast_code = f"fn = jaxmp.autocast(fn, {text})"
         self.loss_code = f"loss_fn = jaxmp.autocast(loss_fn, {text})"
         sentence = "Keep the FP32 result, and let autocast multiply its gradient in 16 bits"
-        self.gradient_fix = f"{sentence}:\n    {self.loss_code}"
+        outside = "outside of derivatives in the loss, such as `jax.jvp`"
+        self.gradient_fix = f"{sentence}, {outside}:\n    {self.loss_code}"
         self.allowed_dtypes = functools.cache(self._allowed_dtypes)
 
     def _allowed_dtypes(self, names: _programs.Path) -> frozenset[Any]:
@@ -341,7 +342,9 @@ class Auditor:
             self.flow.has_float16 = True
         if not op.is_backward:
             self.matmul_calls[call] = not matmul.contracts or self.matmul_calls.get(call, False)
-        elif _core.FLOAT16 in dtypes and self.float16_backward is None:
+        elif op.is_differentiated_again and call in self.matmul_calls:
+            self.matmul_calls[call] |= not matmul.contracts
+        if op.is_backward and _core.FLOAT16 in dtypes and self.float16_backward is None:
             self.float16_backward = op
 
     def _record_fp8(self, op: _checks.OpOccurrence, matmul: _programs.Matmul) -> None:

@@ -32,6 +32,11 @@ UNDONATED_STATE = Check(
     needs_target="yes",
 )
 
+# `jax.pmap` contains a `shard_map`, too.
+_FIX_MAPPED = (
+    "Donate the state to `jax.pmap`, or to `jax.jit` outside of `jax.shard_map`:\n"
+    "    jax.pmap(train_step, donate_argnums=0)\n    jax.jit(train_step, donate_argnums=0)"
+)
 _WIDE = ("float32", "tf32")
 _WIDE_CONVOLUTION = (
     "{}: cuDNN has no convolution of 16-bit operands with an FP32 result, so XLA multiplies in {}, "
@@ -66,6 +71,8 @@ def check_donation(program: Compilation, audit: Auditor) -> Iterator[Finding]:
         numbers = ", ".join(map(str, range(count))) + "," * (count == 1)
         # Without `nnx.jit`, the new state does not reach the objects.
         fix = f"nnx.jit(train_step, donate_argnums=({numbers}))" if numbers else ""
+        forms = map(_programs.form_of, _programs.equations(audit.traced.jaxpr))
+        fix = _FIX_MAPPED if _programs.Form.SHARDS in forms and not numbers else fix
         yield UNDONATED_STATE.finding(message, fix)
 
 

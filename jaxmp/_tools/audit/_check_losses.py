@@ -12,6 +12,7 @@ import numpy as np
 from jaxmp import _core, _programs
 from jaxmp._tools.audit import _checks, _dataflow, _labels
 from jaxmp._tools.audit._auditor import Auditor
+from jaxmp._tools.audit._check_matmuls import FP32_MATMUL, MIXED_OPERANDS
 from jaxmp._tools.audit._check_ops import LOSS_16BIT
 from jaxmp._tools.audit._checks import Check, OpOccurrence
 from jaxmp._tools.audit._origins import (
@@ -96,6 +97,16 @@ def report_losses(audit: Auditor) -> None:
     """Reports rounded losses that the program returns in FP32."""
     results = [v for v in audit.results if v.aval.size == 1 and _checks.half_of([v]) is None]
     audit.report(RoundedLoss, results, ", and the program returns it")
+
+
+@LOSS_16BIT.on(_checks.PROGRAM)
+def remove_matmuls(audit: Auditor) -> None:
+    """Removes matmuls inside of a library's loss that another finding computes in FP32."""
+    inside = [f for f in audit.findings if not (f.op.is_own_call or is_in_flax(f.op))]
+    losses = {f.op.line for f in inside if f.check is LOSS_16BIT}
+    for finding in inside:
+        if finding.check in (FP32_MATMUL, MIXED_OPERANDS) and finding.op.line in losses:
+            audit.findings.remove(finding)
 
 
 # ---------------------------------------------------------------------------
@@ -197,8 +208,8 @@ def check_logarithm(op: OpOccurrence) -> None:
 
 ROUNDED_OUTPUT = Check(
     id="rounded_output",
-    explanation="A matmul rounds its result to 16 bits, and a log-softmax, log-sum-exp, softmax,"
-    " top-k, argmax, squared distance or difference of a loss is computed from it, in FP32 or not:"
+    explanation="A matmul rounds its result to 16 bits, and a log-sum-exp, softmax, top-k, argmax,"
+    " factorization, squared distance or difference of a loss is computed from it, in FP32 or not:"
     " the logits of a head or router, or a return of 300, which has steps of 2 in bfloat16. Not"
     " the softmax of attention, which a matmul reads.",
     fix="jnp.matmul(x, w, preferred_element_type=jnp.float32)",
@@ -286,6 +297,10 @@ def label_output(op: OpOccurrence) -> None:
         output.report(_SOFTMAX_READS)
     elif _programs.Use.ORDER in op.use:
         output.report("; a top-k, argmax or sort compares it")
+    elif op.use & (_programs.Use.SOLVED | _programs.Use.CHAINED):
+        output.report(
+            "; the condition of a matrix that is factorized or solved multiplies the error"
+        )
     elif _programs.Use.DISTANCE in op.use:
         output.report(
             "; a squared distance is the difference of it and of norms, or an angle of it"
@@ -332,8 +347,13 @@ def label_difference_of_output(op: OpOccurrence) -> None:
             if isinstance(rounded, UserCast) and _is_zero(other, op):
                 continue  # A softplus, which rounds no more than its operand.
             is_made_of = any(_has_error(rounded.op, x) for x in _dataflow.near(other, op.body))
+            is_made_of |= other in _dataflow.near(var, op.body, _STATISTICS)
             if not is_made_of or _are_slices(rounded.op, var, other, op):
                 op.mark(_Difference(rounded))
+
+
+# Operations of a mean or a running maximum, from which a model subtracts the same values.
+_STATISTICS = _programs.EXACT | _checks.LAYOUT | _core.named("reduce_sum mul div")
 
 
 def _is_zero(var: _programs.Atom, op: OpOccurrence) -> bool:

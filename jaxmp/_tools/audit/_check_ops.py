@@ -68,6 +68,8 @@ _SUMS = _core.named("reduce_sum cumsum")
 # Operations between an exponential and its sum, as that with a mask.
 _WEIGHTS = _core.named("mul select_n")
 _SQUARES = _core.named("square integer_pow")
+# Functions with a finding of their own, whose derivatives divide by roots.
+_ARCS = _core.named("asin acos asinh acosh")
 REDUCTIONS = _SUMS | _core.named(
     "reduce_prod cumprod cumlogsumexp reduce_window_sum scatter-add scatter-sub scatter-mul"
 )
@@ -160,11 +162,14 @@ def _follows_sum_of_exp(op: _checks.OpOccurrence) -> bool:
 def check_root(op: _checks.OpOccurrence) -> None:
     """Reports the root of a mean, by which a norm divides or multiplies."""
     dtype = _checks.half_of(op.operands)
-    is_norm = op.name == "rsqrt" or is_sum(op)
-    if dtype is None or not is_norm or op.result not in op.body.consumers:
+    is_norm, made = is_sum(op), _origins.shapes_by_source(op.body)
+    is_derivative = any(_origins.call_and_type(op.equation, name) in made for name in _ARCS)
+    is_other = op.name == "rsqrt" and not is_derivative
+    if dtype is None or not (is_norm or is_other) or op.result not in op.body.consumers:
         return
     limit = "8 bits of precision" if dtype.name == "bfloat16" else "no values below 6e-8"
-    message = f"{op.name} in {dtype.name}: the variance or sum of squares has {limit}."
+    operand = "the variance or sum of squares" if is_norm else "its operand"
+    message = f"{op.name} in {dtype.name}: {operand} has {limit}."
     fix = _origins.fix_operation(op, dtype.name, _origins.SUMS)
     if op.location.names and not _rewrite.in_fp32(op.expression):
         fix = _origins.apply_code(op, op.audit.context)

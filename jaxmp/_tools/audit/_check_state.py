@@ -324,9 +324,9 @@ def _fill(text: str, dtype: str) -> str:
 def is_compensated(addition: _programs.Equation, body: _programs.Body) -> bool:
     """Returns True for a Kahan sum, from which its operand is subtracted: the rest is kept."""
     (total,) = addition.outvars
-    operands = {v for v in addition.invars if not _programs.is_literal(v)}
+    operands = [v for v in addition.invars if not _programs.is_literal(v)]
     differences = (e.invars for e in body.readers(total) if e.primitive.name == "sub")
-    return any(total in pair and not operands.isdisjoint(pair) for pair in differences)
+    return any(total in pair and any(v in pair for v in operands) for pair in differences)
 
 
 @_check_matmuls.IMPLICIT_PROMOTION.on(_checks.PROGRAM)

@@ -331,6 +331,14 @@ class OpOccurrence(NamedTuple):
         return self.location.phase == _programs.BACKWARD
 
     @property
+    def is_differentiated_again(self) -> bool:
+        """True in the backward pass of an inner gradient, whose derivative is computed, too."""
+        stack = "".join(
+            str(e.source_info.name_stack) for e in (*self.enclosing[::-1], self.equation)
+        )
+        return 0 <= stack.find("jvp(") < stack.find("transpose(")
+
+    @property
     def enclosing(self) -> tuple[_programs.Equation, ...]:
         """The equations that contain it, innermost first."""
         return () if self.outer is None else (self.outer.equation, *self.outer.enclosing)
