@@ -38,9 +38,8 @@ from jaxmp._gradients._fp32._values import (
     as_array,
     as_list,
     bound,
-    copy_of,
+    detached,
     left,
-    no_gradient,
 )
 from jaxmp._programs import Frame
 
@@ -113,7 +112,7 @@ def run_matmul(equation: JaxprEqn, operands: list[Value]) -> list[Value]:
         (d_other,) = jax.linear_transpose(of_other, other)(cotangent)
         closed = jax.make_jaxpr(d_low)(other, cotangent, *rest)
         (d_carrier,) = run_in_fp32(closed, [other, cotangent, *rest], [True])
-        return d_other, no_gradient(d_carrier, low.dtype), as_stored(d_carrier, layout), None
+        return d_other, None, as_stored(d_carrier, layout), None
 
     matmul.defvjp(matmul_fwd, matmul_bwd)
     return [matmul(other, copy.low, copy.carrier, rest)]
@@ -174,7 +173,7 @@ def run_custom_derivative(equation: JaxprEqn, operands: list[Value]) -> list[Val
 
     call.defvjp(function.forward, function.backward)
     pairs = call(arrays, [copy.carrier for copy in copies.values()])
-    results = [pair[0] if len(pair) == 1 else copy_of(pair[1], pair[0]) for pair in pairs]
+    results = [pair[0] if len(pair) == 1 else Copy(detached(pair[0]), pair[1]) for pair in pairs]
     return left(results, operands)
 
 
@@ -232,10 +231,7 @@ class _OwnDerivative:
             closed = jax.make_jaxpr(lambda *saved: _all_gathered(closed, saved, marks))(*low)
         results = run_in_fp32(closed, saved, [n in self.copies for n in floating])
         by_operand = dict(zip(floating, results, strict=True))
-        narrow = [
-            no_gradient(by_operand[n], avals[n].dtype) if n in self.copies else by_operand.get(n)
-            for n in range(len(avals))
-        ]
+        narrow = [None if n in self.copies else by_operand.get(n) for n in range(len(avals))]
         return narrow, [self._stored(by_operand[n], self.layouts[n]) for n in self.copies]
 
     def _stored(self, gradient: Array, layout: WeightLayout | None) -> Array:
