@@ -38,7 +38,6 @@ from jaxmp._gradients._fp32._values import (
     Weight,
     are_weights,
     as_array,
-    as_list,
     attached,
     bound,
     computed_weight,
@@ -239,8 +238,8 @@ def _move(equation: _compat.JaxprEqn, operands: list[Value]) -> list[Value]:
     assert isinstance(copy, Copy)
     others = list(map(as_array, rest))
     layout = None if copy.layout is None else copy.layout.moved(equation)
-    low = as_list(_programs.bind(equation, [copy.whole if layout is None else copy.low, *others]))
-    carrier = as_list(_programs.bind(equation, [copy.carrier, *others]))
+    array = copy.whole if layout is None else copy.low
+    low, carrier = (_programs.bind_all(equation, [x, *others]) for x in (array, copy.carrier))
     kind = type(copy)
     if name == "gather" and any(map(_is_data, rest)):
         kind = Selected

@@ -154,12 +154,7 @@ def left(results: Sequence[Value], operands: Sequence[Value]) -> list[Value]:
 
 def bound(equation: JaxprEqn, operands: list[Value]) -> list[Array]:
     """Returns the results of an equation with other operands."""
-    return as_list(_programs.bind(equation, list(map(as_array, operands))))
-
-
-def as_list(out: Array | list[Array]) -> list[Array]:
-    """Returns the result of `bind` as a list."""
-    return out if isinstance(out, list) else [out]
+    return _programs.bind_all(equation, list(map(as_array, operands)))
 
 
 @jax.custom_jvp
