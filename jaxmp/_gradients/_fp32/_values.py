@@ -178,7 +178,7 @@ def detached(array: Array) -> Array:
     return array
 
 
-def _zero_tangent(array: Array) -> SymbolicZero:
+def _zero_tangent(array: Array) -> Any:
     return SymbolicZero(jax.typeof(array).to_tangent_aval())
 
 
