@@ -666,14 +666,14 @@ test_gathers.py::test_gathered_weights_can_be_kept
 """,
     "jaxmp/_gradients/_fp32/_values.py": r"""
 the second derivative of a loss does not pass through 16-bit copies of weights
--     return Copy(_detached(low), array, layout)
-+     return Copy(jax.lax.stop_gradient(low), array, layout)
+-     return Copy(lax.convert_element_type(detached(array), dtype), array, layout)
++     return Copy(lax.convert_element_type(lax.stop_gradient(array), dtype), array, layout)
 test_gradients.py::test_gradients_in_a_loss_are_differentiated_again
 
-transposed copies of reduced weights have gradients of another type
--     return jnp.zeros_like(gradient, dtype) if is_unreduced else None
-+     return None
-test_reduced_parameters.py::test_gradients_of_reduced_parameters_are_summed_after_the_loop
+copies that are read as other arrays have no gradient
+-     return low, _zero_tangent(low) if is_zero else tangent.astype(low.dtype)
++     return low, _zero_tangent(low)
+test_fp32_gradients.py::test_gradients_are_summed_in_fp32
 """,
     "jaxmp/_gradients/_hints.py": r"""
 a recipe that was not applied is not said
@@ -956,8 +956,8 @@ test_statistics.py::test_a_scan_has_a_row_for_each_layer
 """,
     "jaxmp/_programs/_static_values.py": r"""
 a known value ignores the parameters of its operation
-- results = bind(self.equation, operands, **changes)
-+ results = self.equation.primitive.bind(*operands)
+- bind_all(self.equation, operands, **changes)
++ [self.equation.primitive.bind(*operands)]
 test_masks.py::test_values_that_follow_from_shapes_are_those_of_jax
 """,
     "jaxmp/_programs/_uses.py": r"""

@@ -21,7 +21,6 @@ from jaxmp._autocast._values import (
     Value,
     returned,
     scalar_of,
-    wrap,
 )
 from jaxmp._core import _compat
 from jaxmp._core._compat import AnyJaxpr, ClosedJaxpr, Jaxpr, JaxprEqn, Literal
@@ -191,10 +190,10 @@ class Autocast(InPlace):
             arrays = [env.cast(value, decision.dtype) for value in values]
         if decision.result is not None:
             self.has_narrow = True
-            out = _products.multiply(equation, arrays, decision, policy, in_fp8)
+            outs = [_products.multiply(equation, arrays, decision, policy, in_fp8)]
         else:
-            out = _programs.bind(equation, arrays)
-        results = wrap(equation, out, decision.priority)
+            outs = _programs.bind_all(equation, arrays)
+        results = [Value(out, decision.priority) for out in outs]
         if decision.priority is Priority.CONSTANT and len(results) == 1:
             results = [dataclasses.replace(results[0], scalar=scalar_of(equation, values))]
         return results
@@ -213,7 +212,7 @@ class Autocast(InPlace):
         policy = self.config.scope_policy((*scope_path, _resolve.IN_CUSTOM_VJP))
         if policy.uses_fp8 and self.lists_calls:
             _products.explain_products_inside(self.config, equation, scope_path)
-        return wrap(equation, _programs.bind(equation, env.recorded(equation, values)))
+        return list(map(Value, _programs.bind_all(equation, env.recorded(equation, values))))
 
     def uncast_text(self, name: str) -> str:
         """Returns a warning of the function `name` if no matmul is cast; "" in `explain`."""

@@ -87,16 +87,6 @@ def scalar_of(equation: _compat.JaxprEqn, values: list[Value]) -> np.ndarray | N
     return None if function is None else function(number)
 
 
-def wrap(
-    equation: _compat.JaxprEqn,
-    outs: Array | Sequence[Array],
-    priority: Priority = Priority.COMPUTED,
-) -> list[Value]:
-    """Returns the results of an equation's primitive as values."""
-    arrays = outs if equation.primitive.multiple_results else [outs]
-    return [Value(array, priority) for array in arrays]
-
-
 def returned(value: Value, aval: Any, dtype: Any) -> Array:
     """Returns the array of a result in `dtype`, and with the weak type of `aval`."""
     array = _programs.as_jax_array(value.array)

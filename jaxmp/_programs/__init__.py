@@ -24,8 +24,8 @@ from jaxmp._programs._analysis import (
     with_returned,
 )
 from jaxmp._programs._bind import (
-    MOVES, SCATTERS, bind, bind_as_recorded, bind_in_fp32, is_narrow, is_narrow_dtype, rounded_to,
-    runs_in_fp32, wide,
+    MOVES, SCATTERS, bind, bind_all, bind_as_recorded, bind_in_fp32, is_narrow, is_narrow_dtype,
+    rounded_to, runs_in_fp32, wide,
 )
 from jaxmp._programs._constructs import (
     BRANCHES, CALLS, CONSTRUCTS, CUSTOM_DERIVATIVES, LOOPS, OPAQUE_CALLS, REMATS, CustomJvp, Form,

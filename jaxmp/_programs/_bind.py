@@ -44,6 +44,12 @@ def bind(equation: JaxprEqn, arrays: list[Any], **changes: object) -> Any:
     return list(results) if primitive.multiple_results else results
 
 
+def bind_all(equation: JaxprEqn, arrays: list[Any], **changes: object) -> list[Any]:
+    """Returns the results of `bind` as a list, also of an equation with a single one."""
+    out = bind(equation, arrays, **changes)
+    return out if equation.primitive.multiple_results else [out]
+
+
 @contextlib.contextmanager
 def as_recorded(equation: JaxprEqn) -> Iterator[None]:
     """Runs a block with the source line, scopes and context (such as the mesh) of an equation.
@@ -135,18 +141,14 @@ def bind_in_fp32(equation: JaxprEqn, operands: list[Any]) -> list[Array]:
     }
     if "precision" in equation.params and any(is_narrow(v.aval) for v in equation.invars):
         changes["precision"] = (lax.Precision.HIGHEST,) * 2
-    return _wide_results(equation, bind(equation, list(map(wide, operands)), **changes))
+    return list(map(wide, bind_all(equation, list(map(wide, operands)), **changes)))
 
 
 def bind_as_recorded(equation: JaxprEqn, operands: list[Any]) -> list[Array]:
     """Returns the results, in FP32, of an equation in the dtypes in which it was recorded."""
     pairs = zip(operands, equation.invars, strict=True)
     narrow = [jnp.asarray(x, array_aval(v).dtype) if is_narrow(v.aval) else x for x, v in pairs]
-    return _wide_results(equation, bind(equation, narrow))
-
-
-def _wide_results(equation: JaxprEqn, out: Any) -> list[Array]:
-    return list(map(wide, out if equation.primitive.multiple_results else [out]))
+    return list(map(wide, bind_all(equation, narrow)))
 
 
 def _is_of_fp8_bytes(equation: JaxprEqn) -> bool:

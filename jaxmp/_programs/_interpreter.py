@@ -38,7 +38,7 @@ from jaxmp import _core
 from jaxmp._core import Array, PyTree, _compat
 from jaxmp._core._compat import AnyJaxpr, JaxprEqn
 from jaxmp._programs import _constructs
-from jaxmp._programs._bind import as_recorded, bind
+from jaxmp._programs._bind import as_recorded, bind_all
 from jaxmp._programs._jaxprs import is_literal
 from jaxmp._programs._locations import Lines, Location
 
@@ -174,8 +174,7 @@ class Interpreter:
 
     def bound(self, equation: JaxprEqn, operands: list[Any]) -> list[Array]:
         """Runs an equation as it was recorded."""
-        out = bind(equation, list(map(self.array, operands)))
-        return list(out) if isinstance(out, (list, tuple)) else [out]
+        return bind_all(equation, list(map(self.array, operands)))
 
     def enter(
         self, equation: JaxprEqn, operands: list[Any], frame: Frame, state: Any = None

@@ -15,7 +15,7 @@ import numpy as np
 
 from jaxmp._core import _compat
 from jaxmp._programs._analysis import Body
-from jaxmp._programs._bind import bind
+from jaxmp._programs._bind import bind_all
 from jaxmp._programs._constructs import Form, Inner, form_of, inners, sub_jaxprs
 from jaxmp._programs._jaxprs import Atom, Equation, is_literal
 from jaxmp._programs._operations import sharding_of_result
@@ -163,9 +163,7 @@ class _Node:
         changes = {"sharding": None} if is_placed else {}
         try:
             with jax.default_device(jax.devices("cpu")[0]):
-                results = bind(self.equation, operands, **changes)
-            many = isinstance(results, (list, tuple))
-            return list(map(np.asarray, results if many else [results]))
+                return list(map(np.asarray, bind_all(self.equation, operands, **changes)))
         except (TypeError, ValueError, RuntimeError):
             # For example a PRNG key, which has no elements, or an operation that a CPU lacks.
             return []

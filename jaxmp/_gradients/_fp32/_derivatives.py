@@ -27,6 +27,7 @@ from jaxmp._gradients._fp32._layout import (
     gathered_again,
     loops,
     run_gathered,
+    whole,
 )
 from jaxmp._gradients._fp32._values import (
     Constant,
@@ -36,11 +37,9 @@ from jaxmp._gradients._fp32._values import (
     Weight,
     are_weights,
     as_array,
-    as_list,
     bound,
-    copy_of,
+    detached,
     left,
-    no_gradient,
 )
 from jaxmp._programs import Frame
 
@@ -59,9 +58,8 @@ def run_matmul(equation: JaxprEqn, operands: list[Value]) -> list[Value]:
         operands = [as_array(v) if isinstance(v, Selected) else v for v in operands]
     side = 1 if isinstance(operands[1], Copy) else 0
     copy, other = operands[side], operands[1 - side]
-    if not isinstance(copy, Copy) or isinstance(other, (Weight, Copy, Constant)):
-        return run_custom_derivative(equation, operands)
-    if jnp.iscomplexobj(other):
+    is_data = not isinstance(other, (Weight, Copy, Constant)) and not jnp.iscomplexobj(other)
+    if not (isinstance(copy, Copy) and is_data):
         return run_custom_derivative(equation, operands)
     # Integers, such as the sizes of the groups of a ragged matmul.
     rest = list(map(as_array, operands[2:]))
@@ -113,7 +111,7 @@ def run_matmul(equation: JaxprEqn, operands: list[Value]) -> list[Value]:
         (d_other,) = jax.linear_transpose(of_other, other)(cotangent)
         closed = jax.make_jaxpr(d_low)(other, cotangent, *rest)
         (d_carrier,) = run_in_fp32(closed, [other, cotangent, *rest], [True])
-        return d_other, no_gradient(d_carrier, low.dtype), as_stored(d_carrier, layout), None
+        return d_other, None, as_stored(d_carrier, layout), None
 
     matmul.defvjp(matmul_fwd, matmul_bwd)
     return [matmul(other, copy.low, copy.carrier, rest)]
@@ -174,7 +172,7 @@ def run_custom_derivative(equation: JaxprEqn, operands: list[Value]) -> list[Val
 
     call.defvjp(function.forward, function.backward)
     pairs = call(arrays, [copy.carrier for copy in copies.values()])
-    results = [pair[0] if len(pair) == 1 else copy_of(pair[1], pair[0]) for pair in pairs]
+    results = [pair[0] if len(pair) == 1 else Copy(detached(pair[0]), pair[1]) for pair in pairs]
     return left(results, operands)
 
 
@@ -194,11 +192,15 @@ class _OwnDerivative:
     is_weight: bool
 
     def run(self, *arrays: Array) -> list[Array]:
-        return as_list(run_forward(self.equation, list(arrays)))
+        """Runs the equation; a matmul is accumulated in FP32 over devices, and then rounded."""
+        equation, operands = self.equation, list(arrays)
+        if equation.primitive.name not in MATMULS or any(map(jnp.iscomplexobj, operands)):
+            return _programs.bind_all(equation, operands)
+        return [_wide_matmul(equation, operands).astype(_dtype(equation.outvars[0]))]
 
     def outputs(self, results: Sequence[Array | Saved]) -> list[tuple[Array, ...]]:
         """Returns the results, each with its carrier if it has one."""
-        arrays = [gathered(r.array, r.layout) if isinstance(r, Saved) else r for r in results]
+        arrays = map(whole, results)
         has_carrier = lambda array: self.is_weight and is_16bit_aval(array)
         return [(a, a.astype(_core.FLOAT32)) if has_carrier(a) else (a,) for a in arrays]
 
@@ -229,13 +231,11 @@ class _OwnDerivative:
         if any(map(_is_saved, kept)):
             saved = _after_cotangents(saved, marks, len(low))
             low = map(rounded, saved, closed.jaxpr.invars)
-            closed = jax.make_jaxpr(lambda *saved: _all_gathered(closed, saved, marks))(*low)
+            run = lambda *saved: list(map(whole, run_gathered(closed, saved, marks)))
+            closed = jax.make_jaxpr(run)(*low)
         results = run_in_fp32(closed, saved, [n in self.copies for n in floating])
         by_operand = dict(zip(floating, results, strict=True))
-        narrow = [
-            no_gradient(by_operand[n], avals[n].dtype) if n in self.copies else by_operand.get(n)
-            for n in range(len(avals))
-        ]
+        narrow = [None if n in self.copies else by_operand.get(n) for n in range(len(avals))]
         return narrow, [self._stored(by_operand[n], self.layouts[n]) for n in self.copies]
 
     def _stored(self, gradient: Array, layout: WeightLayout | None) -> Array:
@@ -262,12 +262,7 @@ def _gathered_vjp(
         return leaves
 
     closed = jax.make_jaxpr(with_backward)(*map(as_gathered, arrays, layouts))
-    results, marks = run_gathered(closed, arrays, layouts)
-    leaves = [
-        array if mark is None else Saved(array, mark)
-        for array, mark in zip(results, marks, strict=True)
-    ]
-    return structure.unflatten(leaves)
+    return structure.unflatten(run_gathered(closed, arrays, layouts))
 
 
 def _after_cotangents(saved: list[Array], marks: Layouts, count: int) -> list[Array]:
@@ -282,11 +277,6 @@ def _after_cotangents(saved: list[Array], marks: Layouts, count: int) -> list[Ar
     values = lax.optimization_barrier([as_stored(saved[n], marks[n]) for n in tied])
     new = dict(zip(tied, values, strict=True))
     return [new.get(n, array) for n, array in enumerate(saved)]
-
-
-def _all_gathered(closed: ClosedJaxpr, args: Sequence[Array], layouts: Layouts) -> list[Array]:
-    results, marks = run_gathered(closed, args, layouts)
-    return list(map(gathered, results, marks))
 
 
 def _is_saved(leaf: object) -> TypeGuard[Saved]:
@@ -374,10 +364,10 @@ class _Wide(_programs.Interpreter):
     def equation(self, equation: JaxprEqn, operands: list[Array], frame: Frame) -> list[Array]:
         is_wide = not self.variables.isdisjoint(equation.outvars)
         is_matmul = equation.primitive.name in MATMULS
-        run = (_wide_matmul if is_matmul else _in_fp32) if is_wide else _programs.bind
-        if is_matmul or not is_wide:
-            operands = list(map(rounded, operands, equation.invars))
-        return as_list(run(equation, operands))
+        if is_wide and not is_matmul:
+            return _in_fp32(equation, operands)
+        operands = list(map(rounded, operands, equation.invars))
+        return [_wide_matmul(equation, operands)] if is_wide else self.bound(equation, operands)
 
 
 class _Inline(_programs.Interpreter):
@@ -415,10 +405,10 @@ def _dtype(var: Var | Literal) -> Any:
     return getattr(var.aval, "dtype", None)
 
 
-def _in_fp32(equation: JaxprEqn, operands: list[Array]) -> Any:
+def _in_fp32(equation: JaxprEqn, operands: list[Array]) -> list[Array]:
     if equation.primitive.name == "convert_element_type":
-        return operands[0]
-    return _programs.bind(
+        return operands
+    return _programs.bind_all(
         equation, [o.astype(_core.FLOAT32) if is_16bit_aval(o) else o for o in operands]
     )
 
@@ -451,14 +441,6 @@ def _in_parts(equation: JaxprEqn, operands: list[Array]) -> Callable[..., Array]
     # A sum outside of the `shard_map`, because XLA then sends each device only its part of the
     # gradient if the optimizer's state is split.
     return lambda *pair: in_parts(*pair).sum(0)
-
-
-def run_forward(equation: JaxprEqn, operands: list[Array]) -> Any:
-    """Runs an equation; a matmul is accumulated in FP32 over devices, too, and then rounded."""
-    if equation.primitive.name not in MATMULS or any(map(jnp.iscomplexobj, operands)):
-        return _programs.bind(equation, operands)
-
-    return _wide_matmul(equation, operands).astype(_dtype(equation.outvars[0]))
 
 
 def _wide_matmul(equation: JaxprEqn, operands: list[Array]) -> Array:

@@ -38,7 +38,6 @@ from jaxmp._gradients._fp32._values import (
     Weight,
     are_weights,
     as_array,
-    as_list,
     attached,
     bound,
     computed_weight,
@@ -93,7 +92,7 @@ def run(
     values: list[Value] = []
     for var, arg, differentiated in zip(jaxpr.invars, args, is_param, strict=True):
         if differentiated and is_16bit_aval(var.aval):
-            values.append(copy_of(arg, lax.convert_element_type(arg, var.aval.dtype), layout))
+            values.append(copy_of(arg, var.aval.dtype, layout))
         else:
             values.append(Weight(arg, layout) if differentiated else arg)
     return list(map(as_array, _Gradients().run(closed, values)))
@@ -205,8 +204,7 @@ def _convert_rows(equation: _compat.JaxprEqn, operands: list[Value]) -> list[Val
 def _narrowed(weight: Weight, dtype: np.dtype) -> Value:
     """Returns the 16-bit copy of a weight: the weight is cast, and then moved and gathered."""
     if weight.origin is None:
-        low = lax.convert_element_type(weight.array, dtype)
-        return copy_of(weight.array, low, weight.layout)
+        return copy_of(weight.array, dtype, weight.layout)
     source, equation, rest = weight.origin
     (result,) = _operation(equation, [_narrowed(source, dtype), *rest])
     return result
@@ -240,8 +238,8 @@ def _move(equation: _compat.JaxprEqn, operands: list[Value]) -> list[Value]:
     assert isinstance(copy, Copy)
     others = list(map(as_array, rest))
     layout = None if copy.layout is None else copy.layout.moved(equation)
-    low = as_list(_programs.bind(equation, [copy.whole if layout is None else copy.low, *others]))
-    carrier = as_list(_programs.bind(equation, [copy.carrier, *others]))
+    array = copy.whole if layout is None else copy.low
+    low, carrier = (_programs.bind_all(equation, [x, *others]) for x in (array, copy.carrier))
     kind = type(copy)
     if name == "gather" and any(map(_is_data, rest)):
         kind = Selected

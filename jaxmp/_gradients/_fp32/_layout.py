@@ -157,7 +157,8 @@ def batch_axes(closed: ClosedJaxpr, is_param: list[bool]) -> tuple[Any, ...]:
         parameters and constants alone do not count.
     """
     analysis = _BatchAxes()
-    analysis.run(closed, is_param)
+    if "sharding_constraint" in _programs.primitives(closed):
+        analysis.run(closed, is_param)
     return analysis.axes
 
 
@@ -258,9 +259,23 @@ def _reshaped(
 _LOCAL = WeightLayout()
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Saved:
+    """Weight that has not been gathered, and its layout: the backward pass gathers it again."""
+
+    array: Array
+    layout: WeightLayout = dataclasses.field(metadata={"static": True})
+
+
+def whole(result: Array | Saved) -> Array:
+    """Returns a result of `run_gathered` in the sharding in which matmuls read it."""
+    return gathered(result.array, result.layout) if isinstance(result, Saved) else result
+
+
 def run_gathered(
     closed: ClosedJaxpr, args: Sequence[Array], layouts: Sequence[WeightLayout | None]
-) -> tuple[list[Array], list[WeightLayout | None]]:
+) -> list[Array | Saved]:
     """Runs a jaxpr that is not differentiated, and gathers weights before their uses.
 
     Args:
@@ -269,14 +284,13 @@ def run_gathered(
       layouts: for each argument, its layout if it is a weight that has not been gathered.
 
     Returns:
-      The results, and a layout for each of them that has not been gathered: weights that are
-      gathered again in the backward pass.
+      The results. Weights that are gathered again in the backward pass are `Saved`.
     """
     results = _Gathering().run(closed, list(zip(args, layouts, strict=True)))
-    return (
-        [array for array, _ in results],
-        [mark if mark is not None and mark.is_split else None for _, mark in results],
-    )
+    return [
+        Saved(array, mark) if mark is not None and mark.is_split else array
+        for array, mark in results
+    ]
 
 
 _Marked: TypeAlias = tuple[Any, WeightLayout | None]
@@ -406,15 +420,6 @@ def _keeps_shape(equation: JaxprEqn, operands: Sequence[_Marked]) -> bool:
         for array, mark in operands
         if mark is not None and mark.is_split
     )
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Saved:
-    """Array that a backward pass requires, and its layout if it has not been gathered."""
-
-    array: Array
-    layout: WeightLayout | None = dataclasses.field(metadata={"static": True})
 
 
 # ---------------------------------------------------------------------------

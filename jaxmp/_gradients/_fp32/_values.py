@@ -8,6 +8,8 @@ from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
+from jax import lax
+from jax.custom_derivatives import SymbolicZero
 
 from jaxmp import _core, _programs
 from jaxmp._core import Array, DTypeLike
@@ -88,9 +90,9 @@ def as_array(value: Value) -> Array:
     return value.array if isinstance(value, (Weight, Constant, Rows)) else value
 
 
-def copy_of(array: Array, low: Array, layout: WeightLayout | None = None) -> Copy:
-    """Returns the copy `low` of an array in FP32."""
-    return Copy(_detached(low), array, layout)
+def copy_of(array: Array, dtype: DTypeLike, layout: WeightLayout | None = None) -> Copy:
+    """Returns the copy of an array in FP32 in a dtype of 16 bits."""
+    return Copy(lax.convert_element_type(detached(array), dtype), array, layout)
 
 
 def entered(value: Value, entry: Entry) -> Value:
@@ -129,7 +131,7 @@ def computed_weight(value: Value, layout: WeightLayout | None = None) -> Value:
     if not jnp.issubdtype(array.dtype, jnp.floating):
         return array
     if _core.is_16bit(array.dtype):
-        return copy_of(array.astype(_core.FLOAT32), array, layout)
+        return Copy(detached(array), array.astype(_core.FLOAT32), layout)
     return Weight(array, layout)
 
 
@@ -152,45 +154,32 @@ def left(results: Sequence[Value], operands: Sequence[Value]) -> list[Value]:
 
 def bound(equation: JaxprEqn, operands: list[Value]) -> list[Array]:
     """Returns the results of an equation with other operands."""
-    return as_list(_programs.bind(equation, list(map(as_array, operands))))
+    return _programs.bind_all(equation, list(map(as_array, operands)))
 
 
-def as_list(out: Array | list[Array]) -> list[Array]:
-    """Returns the result of `bind` as a list."""
-    return out if isinstance(out, list) else [out]
-
-
-@jax.custom_vjp
+@jax.custom_jvp
 def attached(low: Array, carrier: Array) -> Array:
     """Returns `low`, of any dtype; its gradient passes to `carrier` in FP32."""
     return low
 
 
-def _attached_fwd(low: Array, carrier: Array) -> tuple[Array, None]:
-    return low, None
+def _attached_jvp(primals: tuple[Any, Any], tangents: tuple[Any, Any]) -> tuple[Any, Any]:
+    (low, _), (_, tangent) = primals, tangents
+    is_zero = isinstance(tangent, SymbolicZero)
+    return low, _zero_tangent(low) if is_zero else tangent.astype(low.dtype)
 
 
-def _attached_bwd(_: None, cotangent: Array) -> tuple[Array | None, Array]:
-    return no_gradient(cotangent, cotangent.dtype), cotangent.astype(_core.FLOAT32)
+attached.defjvp(_attached_jvp, symbolic_zeros=True)
 
 
-attached.defvjp(_attached_fwd, _attached_bwd)
+@jax.custom_jvp
+def detached(array: Array) -> Array:
+    """Returns an array without a gradient; unlike `stop_gradient`, it has a second derivative."""
+    return array
 
 
-def no_gradient(gradient: Array, dtype: DTypeLike) -> Array | None:
-    """Returns the gradient of a 16-bit array, whose carrier has `gradient`: None for zeros.
-
-    JAX converts None to zeros of the type of the array, and refuses those of a `reduced` weight,
-    whose gradient is `unreduced`.
-    """
-    is_unreduced = jax.typeof(gradient).sharding.spec.unreduced
-    return jnp.zeros_like(gradient, dtype) if is_unreduced else None
+def _zero_tangent(array: Array) -> Any:
+    return SymbolicZero(jax.typeof(array).to_tangent_aval())
 
 
-@jax.custom_vjp
-def _detached(low: Array) -> Array:
-    """Returns `low` without a gradient here; unlike `stop_gradient`, it has a second derivative."""
-    return low
-
-
-_detached.defvjp(lambda low: (low, None), lambda _, cotangent: (None,))
+detached.defjvp(lambda primals, _: (*primals, _zero_tangent(*primals)), symbolic_zeros=True)
