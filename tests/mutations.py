@@ -1407,7 +1407,7 @@ a fix changes a cast of all parameters
 test_audit_fixes.py::test_a_cast_of_all_parameters_is_not_replaced
 
 the fix of a root casts a variance that was rounded
-- return max(sizes) > sizes[0] and any(map(_is_rounding, equations_inside(equation)))
+- return max(sizes) > sizes[0] and any(map(_is_rounding, inside))
 + return False
 test_audit_fixes.py::test_the_fix_of_a_variance_does_not_cast_what_was_rounded
 """,

@@ -20,7 +20,6 @@ from jaxmp._tools.audit._origins import (
     fix_casts,
     fix_wide,
     in_words,
-    is_constant,
     is_in_flax,
 )
 from jaxmp._tools.fixes import _rewrite
@@ -302,7 +301,7 @@ def _is_selection(op: OpOccurrence) -> bool:
         # A step that takes the gradient alone does not return its loss.
         is_log = bool(op.labels(_labels.LogProbability, values))
         is_computed = is_loss and not _dataflow.is_argument(op.audit.flow.of(values))
-        if (is_log or is_computed) and is_constant(constant, op):
+        if (is_log or is_computed) and _dataflow.is_constant(constant, op):
             return True
     return False
 

@@ -125,7 +125,7 @@ def _role_of_exponential(op: _checks.OpOccurrence) -> str:
     if op.name in ("exp", "exp2"):
         readers = reads(op.equation, op.body, _checks.LAYOUT | _WEIGHTS)
         # The backward pass also sums what was broadcast.
-        sums = [e for e in readers if e.primitive.name in _SUMS and _origins.is_forward(e)]
+        sums = [e for e in readers if e.primitive.name in _SUMS and _dataflow.is_forward(e)]
         after = (e.primitive.name for total in sums for e in reads(total, op.body))
         if "log" in after:
             return "log-sum-exp"
@@ -240,7 +240,7 @@ def is_sum(op: _checks.OpOccurrence) -> bool:
 def _contains_sum(equation: _programs.Equation) -> bool:
     """Returns True for a sum, and for a call, such as that of `jnp.var`, that contains one."""
     return any(
-        each.primitive.name in _SUMS for each in (equation, *_origins.equations_inside(equation))
+        each.primitive.name in _SUMS for each in (equation, *_dataflow.equations_inside(equation))
     )
 
 
