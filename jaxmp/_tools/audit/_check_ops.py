@@ -109,13 +109,18 @@ def check_results(audit: _auditor.Auditor) -> Iterable[_rows.Finding]:
         is_returned = all(isinstance(key, jtu.SequenceKey) for key in path)
         is_loss = aval.shape == () and aval.dtype in _core.FLOATS_16BIT and is_returned
         updated = audit.flow.labels(_dataflow.Update, var) if audit.has_backward else ()
+        # A loss may have a scalar parameter as a summand.
+        updated = [x for x in updated if not x.op.location.differentiated]
         is_loss &= not any(
             x.has_gradient or traced.variables[x.number].aval.dtype == aval.dtype for x in updated
         )
         op = audit.maker_of(var) if is_loss else None
-        if op is not None:
+        # The gradient of a scalar parameter is not a loss.
+        if op is not None and not op.is_backward:
             message = f"result{jtu.keystr(path)} is a scalar in {aval.dtype.name}."
-            yield LOSS_16BIT.finding(message, _origins.fix_operation(op), op)
+            is_known = _rewrite.wide_code(op.expression)
+            fix = "" if is_known else _origins.fix_origins(op)
+            yield LOSS_16BIT.finding(message, fix or _origins.fix_operation(op), op)
 
 
 def _role_of_exponential(op: _checks.OpOccurrence) -> str:
