@@ -253,10 +253,11 @@ def _at_origins(
         is returned.
     """
     code, parts = _rewrite.wide_code(own), list[tuple[_source.Expression, str]]()
-    for origin in origins if len(origins) <= _MAX_ORIGINS else ():
+    expressions = [origin.expression for origin in origins]
+    is_few = len({expression.place for expression in expressions}) <= _MAX_ORIGINS
+    for origin, expression in zip(origins, expressions, strict=True) if is_few else ():
         if _is_shared(origin):
             continue
-        expression = origin.expression
         changed = _rewrite.in_fp32(expression)
         is_here = origin.line == op.line
         if not changed or (is_here and changed in code):
