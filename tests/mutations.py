@@ -1250,6 +1250,11 @@ the audit forgets that each chunk of a loss adds to the gradient of the kernel
 test_audit_speed.py::test_chunks_cost_bytes
 """,
     "jaxmp/_tools/audit/_check_state.py": r"""
+the audit takes a scalar parameter, a summand of the loss, for state
+- is_scalar &= not update.op.location.differentiated
++ pass
+test_audit_fixes.py::test_scalar_parameters_are_no_losses_and_no_state
+
 the audit ignores 16-bit state that is not updated with gradients
 - not (update.has_gradient or self.is_average(update))
 + False
@@ -1473,6 +1478,11 @@ a quotient by sums of other rows becomes a softmax
 test_nonfinite.py::test_steps_that_overflow_become_one_function
 """,
     "jaxmp/_tools/fixes/_functions.py": r"""
+a function under another name has a fix in words alone
+- if code_of(name) is code), "")
++ if False), "")
+test_audit_fixes.py::test_functions_are_known_by_their_code
+
 the fix of an einsum casts its keyword arguments
 - if each.kind < each.VAR_POSITIONAL]
 + if each.name]
@@ -1511,6 +1521,11 @@ the fix of a carry does not reach its constants
 test_audit_fixes.py::test_fixes_of_operations_remove_the_rounding
 """,
     "jaxmp/_tools/fixes/_source.py": r"""
+the fix of an augmented assignment assigns twice
+- text.removeprefix(assigned)
++ text
+test_audit_fixes.py::test_the_codes_of_a_fix_are_those_that_work
+
 the fix of a method on its own line has no code
 - before.endswith(b".")
 + False
@@ -1527,6 +1542,11 @@ a fix names `jax.numpy` as jnp in every file
 test_audit_fixes.py::test_a_fix_has_the_name_that_the_file_imports
 """,
     "jaxmp/_tools/fixes/_trial.py": r"""
+a finding that the code of another one removes has no code
+- (row := next(others_fix, None))
++ (row := None)
+test_audit_fixes.py::test_the_codes_of_a_fix_are_those_that_work
+
 a fix that follows from another has no line
 - if code in where and not lines[n].startswith(("At ", "    ")):
 + if False:
