@@ -995,6 +995,10 @@ CODES = {
         "jnp.exp(x.astype(jnp.float32)).astype(jnp.bfloat16)\n"
         "jnp.log1p(jnp.exp(-x.astype(jnp.float32)))\na * d.astype(jnp.bfloat16)"
     ),
+    # The terms of one expression are one code.
+    f"return {' + '.join(f'(x * {n}).mean()' for n in range(6))}": (
+        " + ".join(f"(x * {n}).astype(jnp.float32).mean()" for n in range(6))
+    ),
     # Six sums are one expression, and Python's sum is not in the table.
     "return sum([jnp.sum(x * n) for n in range(6)])": "jnp.sum((x * n).astype(jnp.float32))",
     # Alone, the FP32 log-sum-exp promotes `m`.

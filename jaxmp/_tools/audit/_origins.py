@@ -32,7 +32,7 @@ _LOGS = _core.named("log log1p log2")
 SUMS = _ELEMENTWISE | _core.named("reduce_sum")
 # Functions whose results are probabilities, of which a difference cancels.
 _PROBABILITIES = ("softmax", "sigmoid")
-# If 16 bits enter at more lines, the fix casts the operand alone.
+# If 16 bits enter at more other expressions, the fix casts the operand alone.
 _MAX_ORIGINS = 4
 
 
@@ -254,7 +254,8 @@ def _at_origins(
     """
     code, parts = _rewrite.wide_code(own), list[tuple[_source.Expression, str]]()
     expressions = [origin.expression for origin in origins]
-    is_few = len({expression.place for expression in expressions}) <= _MAX_ORIGINS
+    outside = {each.place for each in expressions if not own.contains(each)}
+    is_few = len(outside) <= _MAX_ORIGINS
     for origin, expression in zip(origins, expressions, strict=True) if is_few else ():
         if _is_shared(origin):
             continue
