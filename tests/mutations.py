@@ -1141,8 +1141,8 @@ FP32 matmuls of a library's own choice are reported
 test_audit.py::test_the_fix_of_precision_highest_names_who_sets_it
 
 FP32 matmuls of a layer of Flax count as JAX's own choice
-- is_of_flax = lambda file: "/flax/" in
-+ is_of_flax = lambda file: "/no_flax/" in
+- for code in own.called if
++ for code in op.codes if
 test_audit.py::test_the_fix_of_precision_highest_names_who_sets_it
 
 the axis of vmap is a width

@@ -281,15 +281,11 @@ def _jax_function(op: OpOccurrence) -> CodeType | None:
 
     None if it calls another function, as of a layer of Flax, whose author sets the precision.
     """
-    node, is_own = op.expression.node, op.findings.lines.is_own
-    if not isinstance(node, ast.Call) or "precision" in op.expression.text:
+    own = op.expression
+    if not isinstance(own.node, ast.Call) or "precision" in own.text:
         return None
-    name = ast.unparse(node.func).rpartition(".")[2]
-    is_of_flax = lambda file: "/flax/" in file.replace("\\", "/")
-    codes = itertools.takewhile(
-        lambda code: not (is_own(code.co_filename) or is_of_flax(code.co_filename)), op.codes
-    )
-    return next((code for code in codes if code.co_name == name), None)
+    name = ast.unparse(own.node.func).rpartition(".")[2]
+    return next((code for code in own.called if code.co_name == name), None)
 
 
 def _is_selection(op: OpOccurrence) -> bool:
