@@ -74,6 +74,8 @@ class Program(NamedTuple):
         spec = importlib.util.spec_from_file_location(f"{self.name}_changed", file)
         assert spec is not None and spec.loader is not None
         module = importlib.util.module_from_spec(spec)
+        # Dataclasses look up their module.
+        sys.modules[spec.name] = module
         spec.loader.exec_module(module)
         if not self.plant:
             fn, *args = module.make()
@@ -130,6 +132,8 @@ def row_of(
     changed = source
     for code in codes:
         changed = "" if not changed else pasted(changed, code)
+    if changed and "requires `import jax.numpy" in finding.fix:
+        changed += "import jax.numpy as jnp\n"
     is_code = "code" if changed else "statement"
     words = "rejected" if "prints no code" in finding.fix else "words"
     row["form"] = is_code if codes else "statement" if is_python(finding.fix) else words

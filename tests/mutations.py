@@ -1172,8 +1172,8 @@ FP32 matmuls of a library's own choice are reported
 test_audit.py::test_the_fix_of_precision_highest_names_who_sets_it
 
 FP32 matmuls of a layer of Flax count as JAX's own choice
-- is_of_flax = lambda file: "/flax/" in
-+ is_of_flax = lambda file: "/no_flax/" in
+- for code in own.called if
++ for code in op.codes if
 test_audit.py::test_the_fix_of_precision_highest_names_who_sets_it
 
 the axis of vmap is a width
@@ -1290,6 +1290,11 @@ the audit fails at a loop with numbers among its differences
 - any(v in pair for v in operands)
 + not set(operands).isdisjoint(pair)
 test_audit.py::test_a_loop_that_subtracts_an_expression_of_numbers
+
+the audit takes a scalar parameter, a summand of the loss, for state
+- is_scalar &= not update.op.location.differentiated
++ pass
+test_audit_fixes.py::test_scalar_parameters_are_no_losses_and_no_state
 
 the audit ignores 16-bit state that is not updated with gradients
 - not (update.has_gradient or self.is_average(update))
@@ -1455,7 +1460,7 @@ a fix changes a cast of all parameters
 test_audit_fixes.py::test_a_cast_of_all_parameters_is_not_replaced
 
 the fix of a root casts a variance that was rounded
-- return max(sizes) > sizes[0] and any(map(_is_rounding, equations_inside(equation)))
+- return max(sizes) > sizes[0] and any(map(_is_rounding, inside))
 + return False
 test_audit_fixes.py::test_the_fix_of_a_variance_does_not_cast_what_was_rounded
 """,
@@ -1521,6 +1526,11 @@ a quotient by sums of other rows becomes a softmax
 test_nonfinite.py::test_steps_that_overflow_become_one_function
 """,
     "jaxmp/_tools/fixes/_functions.py": r"""
+a function under another name has a fix in words alone
+- if code_of(name) is code), "")
++ if False), "")
+test_audit_fixes.py::test_functions_are_known_by_their_code
+
 the fix of an einsum casts its keyword arguments
 - if each.kind < each.VAR_POSITIONAL]
 + if each.name]
@@ -1559,6 +1569,11 @@ the fix of a carry does not reach its constants
 test_audit_fixes.py::test_fixes_of_operations_remove_the_rounding
 """,
     "jaxmp/_tools/fixes/_source.py": r"""
+the fix of an augmented assignment assigns twice
+- text.removeprefix(assigned)
++ text
+test_audit_fixes.py::test_the_codes_of_a_fix_are_those_that_work
+
 the fix of a method on its own line has no code
 - before.endswith(b".")
 + False
@@ -1575,6 +1590,11 @@ a fix names `jax.numpy` as jnp in every file
 test_audit_fixes.py::test_a_fix_has_the_name_that_the_file_imports
 """,
     "jaxmp/_tools/fixes/_trial.py": r"""
+a finding that the code of another one removes has no code
+- (row := next(others_fix, None))
++ (row := None)
+test_audit_fixes.py::test_the_codes_of_a_fix_are_those_that_work
+
 a fix that follows from another has no line
 - if code in where and not lines[n].startswith(("At ", "    ")):
 + if False:

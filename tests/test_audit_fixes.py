@@ -958,6 +958,7 @@ def test_a_fix_has_the_name_that_the_file_imports(line, tmp_path):
     name = {"import jax.numpy as np": "np", "import jax": "jax.numpy"}.get(line, "jnp")
     assert f"softmax((x @ x.T).astype({name}.float32))" in finding.fix
     assert finding.trial == "works"
+    assert ("requires `import jax.numpy as jnp`" in finding.fix) == (name == "jnp")
 
 
 def test_a_rejected_fix_of_wide_operands_names_16_bits(tmp_path):
@@ -966,3 +967,70 @@ def test_a_rejected_fix_of_wide_operands_names_16_bits(tmp_path):
     report = jaxmp.audit(loss_fn, jnp.ones((8, 8), jnp.bfloat16), recipe="bf16")
     assert {f.check for f in report.errors} == {"fp32_matmul", "implicit_promotion"}
     assert all(f.fix.startswith("Cast the wide arrays that this line") for f in report.errors)
+
+
+@pytest.mark.parametrize(
+    "name", ["soft", "Layer.act", "table['soft']", "getattr(jax.nn, 'softmax')"]
+)
+def test_functions_are_known_by_their_code(name, tmp_path):
+    source = f"""{HEAD}import functools
+soft = functools.partial(jax.nn.softmax, axis=-1)
+table = dict(soft=jax.nn.softmax)
+class Layer: act = staticmethod(jax.nn.softmax)
+loss_fn = lambda x: {name}(x @ x.T)"""
+    report = jaxmp.audit(load_module(source, tmp_path).loss_fn, half())
+    finding = next(f for f in report.errors if f.check == "softmax_16bit")
+    assert f"{name}((x @ x.T).astype(jnp.float32))" in finding.fix and finding.trial == "works"
+
+
+OF_SUMS = "jnp.matmul({}, preferred_element_type=jnp.float32)".format
+CODES = {
+    # An assignment is printed once.
+    "x -= x.mean(-1, keepdims=True); return jnp.log(x * 3).mean()": (
+        "x = x.astype(jnp.float32) - x.astype(jnp.float32).mean(-1, keepdims=True)\n"
+        "jnp.log((x * 3).astype(jnp.float32))"
+    ),
+    # An expression inside of another one has no code of its own.
+    "a, d = jnp.exp(x), jnp.log1p(jnp.exp(-x)); return (a * d).astype(jnp.float32)": (
+        "jnp.exp(x.astype(jnp.float32)).astype(jnp.bfloat16)\n"
+        "jnp.log1p(jnp.exp(-x.astype(jnp.float32)))\na * d.astype(jnp.bfloat16)"
+    ),
+    # The terms of one expression are one code.
+    f"return {' + '.join(f'(x * {n}).mean()' for n in range(6))}": (
+        " + ".join(f"(x * {n}).astype(jnp.float32).mean()" for n in range(6))
+    ),
+    # Six sums are one expression, and Python's sum is not in the table.
+    "return sum([jnp.sum(x * n) for n in range(6)])": "jnp.sum((x * n).astype(jnp.float32))",
+    # Alone, the FP32 log-sum-exp promotes `m`.
+    "z = (y := x @ x.T) - (m := y.max(-1, keepdims=True))\n"
+    "    lse = m[:, 0] + jnp.log((e := jnp.exp(z)).sum(-1)); p = e / e.sum(-1, keepdims=True)\n"
+    "    return (lse - y[:, 0]).astype(jnp.float32).mean() + p.max()": OF_SUMS("x, x.T"),
+    # With FP32 sums, the gradient of the matmul has mixed operands: a note.
+    "y = lambda w: ((x + jnp.arange(16.)[None]) @ w.astype(bf)).astype(jnp.float32)\n"
+    "    return jax.grad(lambda w: ((y(w) - 1) ** 2).mean())(jnp.ones((16, 8)))": (
+        OF_SUMS("x + jnp.arange(16.0)[None].astype(jnp.bfloat16), w.astype(bf)")
+    ),
+}
+
+
+@pytest.mark.parametrize("body", CODES)
+def test_the_codes_of_a_fix_are_those_that_work(body, tmp_path):
+    errors = jaxmp.audit(loaded(source_of([body]), tmp_path), half()).errors
+    assert CODES[body] in [code_of(f.fix) for f in errors]
+    assert all(f.trial == "works" for f in errors)
+
+
+def test_scalar_parameters_are_no_losses_and_no_state():
+    def loss_fn(params, x):
+        mean = jnp.mean((x @ params[0]).astype(jnp.float32))
+        weight = params[1].astype(jnp.float32)
+        return (mean * jnp.exp(-weight) + weight).astype(x.dtype)
+
+    def step(params, x):
+        value, grads = jax.value_and_grad(loss_fn)(params, x)
+        return value, jax.tree.map(lambda p, g: p - g, params, grads)
+
+    params = jnp.ones((16, 8), jnp.bfloat16), jnp.ones((), jnp.bfloat16)
+    for fn, expected in (jax.value_and_grad(loss_fn), []), (step, ["missing_master"]):
+        checks = [f.check for f in jaxmp.audit(fn, params, half()).errors]
+        assert checks == ["loss_16bit", *expected]

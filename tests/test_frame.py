@@ -255,6 +255,13 @@ def test_a_file_knows_few_others_and_a_training_none_of_the_tools():
     assert len(others["jaxmp._tools.audit._explain"]) > 5 and len(trees) > 100
 
 
+def test_no_file_has_more_than_500_lines():
+    files = (ROOT / "jaxmp").rglob("*.py")
+    lengths = {path: path.read_text("utf-8").count("\n") for path in files}
+    assert [path for path, length in lengths.items() if length > 500] == []
+    assert len(lengths) > 100
+
+
 @pytest.mark.parametrize("room", WHOLE_ROOMS)
 def test_the_lowest_rooms_are_imported_as_a_whole(room):
     trees = modules_of_package()

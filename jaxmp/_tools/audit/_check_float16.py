@@ -11,7 +11,7 @@ import jax.tree_util as jtu
 import numpy as np
 
 from jaxmp import _core, _programs
-from jaxmp._tools.audit import _auditor, _check_ops, _checks, _origins, _rows
+from jaxmp._tools.audit import _auditor, _check_ops, _checks, _dataflow, _origins, _rows
 from jaxmp._tools.audit._dataflow import GRADIENT, From, is_argument, powers_of
 from jaxmp._tools.audit._labels import ConditionalFinding, Logits
 from jaxmp._tools.fixes._rewrite import scaled, with_finite_numbers
@@ -155,7 +155,7 @@ def check_product_of_weights(op: _checks.OpOccurrence) -> None:
 
 
 def _is_matmul(equation: _programs.Equation) -> bool:
-    inside = _origins.equations_inside(equation)
+    inside = _dataflow.equations_inside(equation)
     return any(each.primitive.name in _programs.MATMULS for each in (equation, *inside))
 
 

@@ -20,7 +20,6 @@ from jaxmp._tools.audit._origins import (
     fix_casts,
     fix_wide,
     in_words,
-    is_constant,
     is_in_flax,
 )
 from jaxmp._tools.fixes import _rewrite
@@ -282,15 +281,11 @@ def _jax_function(op: OpOccurrence) -> CodeType | None:
 
     None if it calls another function, as of a layer of Flax, whose author sets the precision.
     """
-    node, is_own = op.expression.node, op.findings.lines.is_own
-    if not isinstance(node, ast.Call) or "precision" in op.expression.text:
+    own = op.expression
+    if not isinstance(own.node, ast.Call) or "precision" in own.text:
         return None
-    name = ast.unparse(node.func).rpartition(".")[2]
-    is_of_flax = lambda file: "/flax/" in file.replace("\\", "/")
-    codes = itertools.takewhile(
-        lambda code: not (is_own(code.co_filename) or is_of_flax(code.co_filename)), op.codes
-    )
-    return next((code for code in codes if code.co_name == name), None)
+    name = ast.unparse(own.node.func).rpartition(".")[2]
+    return next((code for code in own.called if code.co_name == name), None)
 
 
 def _is_selection(op: OpOccurrence) -> bool:
@@ -302,7 +297,7 @@ def _is_selection(op: OpOccurrence) -> bool:
         # A step that takes the gradient alone does not return its loss.
         is_log = bool(op.labels(_labels.LogProbability, values))
         is_computed = is_loss and not _dataflow.is_argument(op.audit.flow.of(values))
-        if (is_log or is_computed) and is_constant(constant, op):
+        if (is_log or is_computed) and _dataflow.is_constant(constant, op):
             return True
     return False
 

@@ -111,13 +111,18 @@ def check_results(audit: _auditor.Auditor) -> Iterable[_rows.Finding]:
         is_returned = all(isinstance(key, jtu.SequenceKey) for key in path)
         is_loss = aval.shape == () and aval.dtype in _core.FLOATS_16BIT and is_returned
         updated = audit.flow.labels(_dataflow.Update, var) if audit.has_backward else ()
+        # A loss may have a scalar parameter as a summand.
+        updated = [x for x in updated if not x.op.location.differentiated]
         is_loss &= not any(
             x.has_gradient or traced.variables[x.number].aval.dtype == aval.dtype for x in updated
         )
         op = audit.maker_of(var) if is_loss else None
-        if op is not None:
+        # The gradient of a scalar parameter is not a loss.
+        if op is not None and not op.is_backward:
             message = f"result{jtu.keystr(path)} is a scalar in {aval.dtype.name}."
-            yield LOSS_16BIT.finding(message, _origins.fix_operation(op), op)
+            is_known = _rewrite.wide_code(op.expression)
+            fix = "" if is_known else _origins.fix_origins(op)
+            yield LOSS_16BIT.finding(message, fix or _origins.fix_operation(op), op)
 
 
 def _role_of_exponential(op: _checks.OpOccurrence) -> str:
@@ -127,7 +132,7 @@ def _role_of_exponential(op: _checks.OpOccurrence) -> str:
     if op.name in ("exp", "exp2"):
         readers = reads(op.equation, op.body, _checks.LAYOUT | _WEIGHTS)
         # The backward pass also sums what was broadcast.
-        sums = [e for e in readers if e.primitive.name in _SUMS and _origins.is_forward(e)]
+        sums = [e for e in readers if e.primitive.name in _SUMS and _dataflow.is_forward(e)]
         after = (e.primitive.name for total in sums for e in reads(total, op.body))
         if "log" in after:
             return "log-sum-exp"
@@ -245,7 +250,7 @@ def is_sum(op: _checks.OpOccurrence) -> bool:
 def _contains_sum(equation: _programs.Equation) -> bool:
     """Returns True for a sum, and for a call, such as that of `jnp.var`, that contains one."""
     return any(
-        each.primitive.name in _SUMS for each in (equation, *_origins.equations_inside(equation))
+        each.primitive.name in _SUMS for each in (equation, *_dataflow.equations_inside(equation))
     )
 
 

@@ -12,7 +12,7 @@ from jaxmp import _core, _programs
 from jaxmp._tools.audit import _auditor, _checks, _dataflow, _hlo_collectives, _labels
 from jaxmp._tools.audit._check_compiled import finding, requires_16_bits
 from jaxmp._tools.audit._check_ops import is_sum
-from jaxmp._tools.audit._origins import fix_expression, fix_origins, through_calls
+from jaxmp._tools.audit._origins import fix_expression, fix_origins
 from jaxmp._tools.audit._rows import CollectiveRow, Compilation, Finding
 from jaxmp._tools.fixes import _rewrite
 from jaxmp._tools.report import _section
@@ -391,7 +391,7 @@ def _fsdp_axes(program: Compilation, audit: _auditor.Auditor) -> set[str]:
             batch.add(var)
     # The program may constrain the rows of its batch.
     for op, _ in audit.collected[Constraint]:
-        if through_calls(op.operands[0], op)[0] in batch:
+        if _dataflow.through_calls(op.operands[0], op)[0] in batch:
             of_batch |= _axes_of(_programs.sharding_of_result(op.equation), 1)
     return of_weights & of_batch
 

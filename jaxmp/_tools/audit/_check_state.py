@@ -204,6 +204,13 @@ class _Step:
                 argument = traced.variables[label.number].aval
                 if (argument.shape, argument.dtype) == (var.aval.shape, _checks.dtype_of(var)):
                     self.updates.setdefault(label.number, []).append(label)
+        # Those that are returned under the key of the argument, perhaps in a tuple.
+        self.returned = {
+            label
+            for (path, _), var in zip(traced.results, audit.results, strict=False)
+            for label in self.flow.labels(Update, var)
+            if (key := self.leaves[label.number].path[2:]) and key in (path, path[1:])
+        }
         self.avals = {n: var.aval for n, var in enumerate(traced.variables)}
         # Numbers of the arguments that are updated with gradients; none if nothing is trained.
         self.learned = {n for n, row in self.updates.items() if any(x.has_gradient for x in row)}
@@ -219,26 +226,28 @@ class _Step:
         return self.avals[number].dtype in _core.FLOATS_16BIT
 
     def _first_16bit(self) -> list[Update]:
-        return [row[0] for n, row in self.updates.items() if self.is_16bit(n)]
+        rows = (row for n, row in self.updates.items() if self.is_16bit(n))
+        return [max(row, key=lambda update: update.has_gradient) for row in rows]
 
     def updates_16bit(self) -> list[Update]:
         """Returns the first update of each 16-bit argument of a training step."""
         updates = self._first_16bit() if self.learned else []
         return [u for u in updates if not is_compensated(u.op.equation, u.op.body)]
 
-    def state_16bit(self, returned: set[str]) -> list[Update]:
+    def state_16bit(self) -> list[Update]:
         """Returns the updates of 16-bit arguments that are not parameters, moments or averages.
 
-        Args:
-          returned: key paths of the results. In a program that trains nothing, only scalars and
-            arguments that are returned under their own keys, and averages, are state.
+        In a program that trains nothing, only scalars and arguments that are returned under their
+        own keys, and averages, are state.
         """
 
         def is_state(update: Update) -> bool:
             if self.learned:
                 return not (update.has_gradient or self.is_average(update))
-            is_returned = jtu.keystr(self.leaves[update.number].path[2:]) in returned
-            return self.avals[update.number].size == 1 or is_returned or update.is_average
+            # A scalar parameter may also be a summand of the loss.
+            is_scalar = self.avals[update.number].size == 1
+            is_scalar &= not update.op.location.differentiated
+            return is_scalar or update in self.returned or update.is_average
 
         updates = (u for u in self._first_16bit() if not self.in_optimizer[u.number])
         return [update for update in updates if is_state(update)]

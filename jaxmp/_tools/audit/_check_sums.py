@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from typing import Any, Literal, NamedTuple
 
 import jax.numpy as jnp
-import jax.tree_util as jtu
 import numpy as np
 from jax.extend.core import JaxprEqn
 
@@ -371,12 +370,8 @@ _CHANGES = _core.named("mul div add sub max min clamp")
 def check_running_state(audit: Auditor) -> Iterator[Finding]:
     """Reports sums, counters, statistics and other averages that a step updates in 16 bits."""
     step = _check_state.step_of(audit)
-    # The keys of the results below the position in a tuple.
-    returned = {
-        jtu.keystr(path[n:]) for path, _ in audit.traced.results for n in (0, 1) if path[n:]
-    }
     key_of = lambda update: (update.op.line, update.factor)
-    for (_, factor), updates in _section.grouped(step.state_16bit(returned), key_of).items():
+    for (_, factor), updates in _section.grouped(step.state_16bit(), key_of).items():
         text = "are updated in 16 bits: changes below {least} of a value are rounded away"
         if factor == _dataflow.PLUS:
             text = "are sums in 16 bits: a sum of ones stops at {limit}"

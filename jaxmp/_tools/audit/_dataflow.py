@@ -341,3 +341,73 @@ def near(
         maker = body.maker(source)
         if maker is not None and (primitives is None or maker.primitive.name in primitives):
             waiting += maker.invars
+
+
+# ---------------------------------------------------------------------------
+# Walks through calls
+# ---------------------------------------------------------------------------
+
+# A variable, and an operation of the jaxpr that contains it.
+Value = tuple[_programs.Atom, OpOccurrence]
+
+
+def walked(waiting: list[Value]) -> Iterator[Value]:
+    """Yields values other than literals, each once, while the caller adds further values.
+
+    Args:
+      waiting: values. Parameters of calls are replaced by their operands.
+    """
+    seen: set[_programs.Atom] = set()
+    while waiting:
+        var, within = through_calls(*waiting.pop())
+        if not _programs.is_literal(var) and var not in seen:
+            seen.add(var)
+            yield var, within
+
+
+def through_calls(var: _programs.Atom, op: OpOccurrence) -> Value:
+    """Returns the operand of a call such as `jnp.cumsum` in place of a parameter of its jaxpr."""
+    while op.outer is not None and op.outer.name in _programs.CALLS:
+        inner = _programs.inners(op.outer.equation)[0]
+        pairs = zip(inner.operands, inner.jaxpr.invars, strict=True)
+        operand = next((o for o, i in pairs if i is var), None)
+        if operand is None:
+            break
+        var, op = operand, op.outer
+    return var, op
+
+
+def readers_of(
+    var: _programs.Atom, op: OpOccurrence
+) -> Iterator[tuple[_programs.Equation, OpOccurrence]]:
+    """Yields the equations that read a variable, and those of a call's results."""
+    for reader in op.body.consumers.get(var, ()):
+        if reader is not None:
+            yield reader, op
+        elif op.outer is not None and op.outer.name in _programs.CALLS:
+            inner = _programs.inners(op.outer.equation)[-1]
+            for result, out in zip(inner.results, inner.jaxpr.outvars, strict=True):
+                if out is var and result is not None:
+                    yield from readers_of(result, op.outer)
+
+
+def is_constant(var: _programs.Atom, op: OpOccurrence) -> bool:
+    """Returns True for a value that is computed from numbers and integers alone."""
+    waiting = [(var, op)]
+    for value, within in walked(waiting):
+        if getattr(dtype_of(value), "kind", "b") not in "biu":
+            maker = within.body.maker(value)
+            if maker is None:
+                return False
+            waiting += [(operand, within) for operand in maker.invars]
+    return True
+
+
+def equations_inside(equation: _programs.Equation) -> list[_programs.Equation]:
+    """Returns the equations in a call, at any depth; none for another operation."""
+    return [e for jaxpr in _programs.sub_jaxprs(equation) for e in _programs.equations(jaxpr)]
+
+
+def is_forward(equation: _programs.Equation) -> bool:
+    """Returns False for an equation of a backward pass."""
+    return _programs.phase_of(str(equation.source_info.name_stack)) == _programs.FORWARD

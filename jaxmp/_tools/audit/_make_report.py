@@ -190,10 +190,12 @@ def with_trials(
         report, edits = again(has_fixes)
         edits = printed(edits, report.findings)
         # A new warning does not speak against a fix.
-        relevant = [f for f in report.findings if f.severity == _checks.ERROR or key(f) in before]
+        known = lambda f: f.severity == _checks.ERROR or (key(f), f.severity) in severities
+        relevant = filter(known, report.findings)
         return {key(f): _trial.unified(f.fix, f.file, f.line, edits) for f in relevant}
 
     before = set(map(key, report.findings))
+    severities = {(key(f), f.severity) for f in report.findings}
     tried = [group for group in groups if group is not None]
     removed = [set(map(key, groups[group])) for group in tried]
     trials = {None: _trial.FixTrial(_trial.NOT_TRIED)}

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from jaxmp import _core, _programs
-from jaxmp._tools.audit import _auditor, _checks
+from jaxmp._tools.audit import _auditor, _checks, _dataflow
 from jaxmp._tools.audit._checks import OpOccurrence
 from jaxmp._tools.fixes import _functions, _rewrite, _source
 
@@ -32,9 +32,7 @@ _LOGS = _core.named("log log1p log2")
 SUMS = _ELEMENTWISE | _core.named("reduce_sum")
 # Functions whose results are probabilities, of which a difference cancels.
 _PROBABILITIES = ("softmax", "sigmoid")
-# A variable, and an operation of the jaxpr that contains it.
-_Value = tuple[_programs.Atom, OpOccurrence]
-# If 16 bits enter at more lines, the fix casts the operand alone.
+# If 16 bits enter at more other expressions, the fix casts the operand alone.
 _MAX_ORIGINS = 4
 
 
@@ -255,10 +253,12 @@ def _at_origins(
         is returned.
     """
     code, parts = _rewrite.wide_code(own), list[tuple[_source.Expression, str]]()
-    for origin in origins if len(origins) <= _MAX_ORIGINS else ():
+    expressions = [origin.expression for origin in origins]
+    outside = {each.place for each in expressions if not own.contains(each)}
+    is_few = len(outside) <= _MAX_ORIGINS
+    for origin, expression in zip(origins, expressions, strict=True) if is_few else ():
         if _is_shared(origin):
             continue
-        expression = origin.expression
         changed = _rewrite.in_fp32(expression)
         is_here = origin.line == op.line
         if not changed or (is_here and changed in code):
@@ -315,7 +315,7 @@ def shapes_by_source(body: _programs.Body) -> dict[tuple[Any, str, Any], set[tup
     if body not in _shapes:
         shapes = _shapes[body] = defaultdict(set)
         for equation in _programs.equations(body.jaxpr, inside=False):
-            if equation.outvars and is_forward(equation):
+            if equation.outvars and _dataflow.is_forward(equation):
                 shapes[call_and_type(equation)].add(getattr(equation.outvars[0].aval, "shape", ()))
     return _shapes[body]
 
@@ -328,32 +328,18 @@ def _is_read_exactly(op: OpOccurrence, function: str) -> bool:
     exact = _LOGS | _core.named("sub") if function.endswith(_PROBABILITIES) else _LOGS
     site, waiting = _programs.call_site(op.equation), [(v, op) for v in op.equation.outvars]
     names = set[str]()
-    for var, within in walked(waiting):
-        for reader, inside in readers_of(var, within):
+    for var, within in _dataflow.walked(waiting):
+        for reader, inside in _dataflow.readers_of(var, within):
             name = reader.primitive.name
             if name in _programs.MATMULS:
                 return False
             is_own = _programs.call_site(reader) == site
-            if not is_own and is_forward(reader):
+            if not is_own and _dataflow.is_forward(reader):
                 names.add(name)
             # A loss sums or averages what it reads.
             if is_own or (name in _ELEMENTWISE - exact) or name in _programs.CALLS:
                 waiting += [(v, inside) for v in reader.outvars]
     return bool(names & exact)
-
-
-def readers_of(
-    var: _programs.Atom, op: OpOccurrence
-) -> Iterator[tuple[_programs.Equation, OpOccurrence]]:
-    """Yields the equations that read a variable, and those of a call's results."""
-    for reader in op.body.consumers.get(var, ()):
-        if reader is not None:
-            yield reader, op
-        elif op.outer is not None and op.outer.name in _programs.CALLS:
-            inner = _programs.inners(op.outer.equation)[-1]
-            for result, out in zip(inner.results, inner.jaxpr.outvars, strict=True):
-                if out is var and result is not None:
-                    yield from readers_of(result, op.outer)
 
 
 def _is_widened(op: OpOccurrence) -> bool:
@@ -369,9 +355,8 @@ def _is_widened(op: OpOccurrence) -> bool:
         consumers = op.body.consumers.get(waiting.pop(), ())
         if None in consumers:
             return False
-        readers = [
-            op.sibling(e) for e in consumers if is_forward(e) and _programs.call_site(e) != site
-        ]
+        forward = filter(_dataflow.is_forward, filter(None, consumers))
+        readers = [op.sibling(e) for e in forward if _programs.call_site(e) != site]
         if not readers:
             return False
         for reader in readers:
@@ -413,50 +398,12 @@ def _rounded_by(op: OpOccurrence, through: frozenset[str] = _ELEMENTWISE) -> lis
     return origins
 
 
-def walked(waiting: list[_Value]) -> Iterator[_Value]:
-    """Yields values other than literals, each once, while the caller adds further values.
-
-    Args:
-      waiting: values. Parameters of calls are replaced by their operands.
-    """
-    seen: set[_programs.Atom] = set()
-    while waiting:
-        var, within = through_calls(*waiting.pop())
-        if not _programs.is_literal(var) and var not in seen:
-            seen.add(var)
-            yield var, within
-
-
-def _makers(waiting: list[_Value]) -> Iterator[OpOccurrence]:
-    """Yields the operations that make values; see `walked`."""
-    for var, within in walked(waiting):
+def _makers(waiting: list[_dataflow.Value]) -> Iterator[OpOccurrence]:
+    """Yields the operations that make values; see `_dataflow.walked`."""
+    for var, within in _dataflow.walked(waiting):
         maker = within.body.maker(var)
         if maker is not None:
             yield within.sibling(maker)
-
-
-def through_calls(var: _programs.Atom, op: OpOccurrence) -> _Value:
-    """Returns the operand of a call such as `jnp.cumsum` in place of a parameter of its jaxpr."""
-    while op.outer is not None and op.outer.name in _programs.CALLS:
-        inner = _programs.inners(op.outer.equation)[0]
-        pairs = zip(inner.operands, inner.jaxpr.invars, strict=True)
-        operand = next((o for o, i in pairs if i is var), None)
-        if operand is None:
-            break
-        var, op = operand, op.outer
-    return var, op
-
-
-def is_constant(var: _programs.Atom, op: OpOccurrence) -> bool:
-    """Returns True for a value that is computed from numbers and integers alone."""
-    waiting = [(var, op)]
-    for value, within in walked(waiting):
-        if getattr(_checks.dtype_of(value), "kind", "b") not in "biu":
-            maker = within.body.maker(value)
-            if maker is None:
-                return False
-            waiting += [(operand, within) for operand in maker.invars]
-    return True
 
 
 def _halves(equation: _programs.Equation) -> list[_programs.Atom]:
@@ -467,12 +414,8 @@ def _halves(equation: _programs.Equation) -> list[_programs.Atom]:
 
 def _is_elementwise(equation: _programs.Equation, names: frozenset[str] = _ELEMENTWISE) -> bool:
     """Returns True for an elementwise operation, and for a call such as that of a sigmoid."""
-    return all(e.primitive.name in names for e in equations_inside(equation) or [equation])
-
-
-def equations_inside(equation: _programs.Equation) -> list[_programs.Equation]:
-    """Returns the equations in a call, at any depth; none for another operation."""
-    return [e for jaxpr in _programs.sub_jaxprs(equation) for e in _programs.equations(jaxpr)]
+    inside = _dataflow.equations_inside(equation) or [equation]
+    return all(e.primitive.name in names for e in inside)
 
 
 def _is_rounding(equation: _programs.Equation) -> bool:
@@ -483,7 +426,8 @@ def _is_rounding(equation: _programs.Equation) -> bool:
     """
     if equation.primitive.name in _programs.CALLS:
         sizes = [getattr(v.aval, "size", 0) for v in (*equation.outvars, *equation.invars)]
-        return max(sizes) > sizes[0] and any(map(_is_rounding, equations_inside(equation)))
+        inside = _dataflow.equations_inside(equation)
+        return max(sizes) > sizes[0] and any(map(_is_rounding, inside))
     is_cast = equation.primitive.name == "convert_element_type"
     return is_cast and np.dtype(_checks.dtype_of(equation.invars[0])).itemsize == 4
 
@@ -497,8 +441,3 @@ def _is_computed(var: _programs.Atom, body: _programs.Body) -> bool:
     if maker is None:
         return _programs.is_literal(var)
     return _is_rounding(maker) or maker.primitive.name == "iota" or _is_elementwise(maker)
-
-
-def is_forward(equation: _programs.Equation) -> bool:
-    """Returns False for an equation of a backward pass."""
-    return _programs.phase_of(str(equation.source_info.name_stack)) == _programs.FORWARD

@@ -10,6 +10,7 @@ import ast
 import inspect
 import sys
 from collections.abc import Mapping
+from types import CodeType
 from typing import Any, NamedTuple, TypeVar
 
 Value = TypeVar("Value")
@@ -180,14 +181,26 @@ def arguments_of(node: ast.Call, name: str, row: Function) -> list[ast.expr]:
     return [passed[key] for key in keys if key in passed]
 
 
-def _parameters_of(name: str) -> list[str]:
-    """Returns the names of a function's positional parameters; none if it is not imported."""
+def name_of_code(code: CodeType) -> str:
+    """Returns the full name of the function of the table that has some code; "" if none has."""
+    names = (name for name in FUNCTIONS if name.endswith(f".{code.co_name}"))
+    code_of = lambda name: getattr(inspect.unwrap(_function_of(name)), "__code__", None)
+    return next((name for name in names if code_of(name) is code), "")
+
+
+def _function_of(name: str) -> Any:
+    """Returns the function with a full name; None if it is not imported."""
     module, _, attributes = name.partition(".")
     function: Any = sys.modules.get(module)
     for attribute in attributes.split("."):
         function = getattr(function, attribute, None)
+    return function
+
+
+def _parameters_of(name: str) -> list[str]:
+    """Returns the names of a function's positional parameters; none if it is not imported."""
     try:
-        parameters = inspect.signature(function).parameters.values()
+        parameters = inspect.signature(_function_of(name)).parameters.values()
     except (TypeError, ValueError):
         return []
     return [each.name for each in parameters if each.kind < each.VAR_POSITIONAL]

@@ -28,6 +28,9 @@ def known_function(expression: Expression) -> tuple[str, _functions.Function | N
     if not isinstance(node, ast.Call):
         return "", None
     name = expression.name_of(node.func)
+    # One of another name, as by `functools.partial`, is known by its code.
+    called = map(_functions.name_of_code, () if name else expression.called)
+    name = name or next(filter(None, called), "")
     if not name and isinstance(node.func, ast.Attribute):
         method = node.func.attr if _indexed(node.func) is None else f"at.{node.func.attr}"
         return method, _functions.METHODS.get(method)

@@ -10,10 +10,20 @@ import linecache
 import re
 from collections.abc import Iterable, Iterator
 from types import CodeType
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from jaxmp import _programs
 from jaxmp._tools.fixes._functions import COMMON_NAMES
+
+# (file, line, last line, first column, last column).
+Place = tuple[str, int, int, int, int]
+
+
+def is_inside(inner: Place, outer: Place) -> bool:
+    """Returns True if an expression at one place is a part of the one at another."""
+    file, line, end_line, start, end = inner
+    other, first, last, begin, stop = outer
+    return file == other and (first, begin) <= (line, start) and (end_line, end) <= (last, stop)
 
 
 class Edit(NamedTuple):
@@ -50,14 +60,6 @@ _JNP = re.compile(r"\bjnp\b")
 _MOST_CODES = 6
 
 
-class Findings(Protocol):
-    """Collection that receives edits, with the `Lines` that tell the user's files from others."""
-
-    lines: Any
-    edits: list[Edit]
-    reads_source: bool
-
-
 @dataclasses.dataclass(frozen=True, eq=False)
 class Expression:
     """An expression of the user's source; those of a file with the same code are equal.
@@ -66,17 +68,19 @@ class Expression:
 
     Attributes:
       node: its syntax tree.
-      place: (file, line, last line, first column, last column).
+      place: where it is.
       edits: receives the replacements.
       second: True if the first operand is a number, so that the second one is the array.
     """
 
     node: ast.expr
-    place: tuple[str, int, int, int, int]
+    place: Place
     edits: list[Edit]
     second: bool = False
     # Names of the parameters of the function that contains it.
     parameters: tuple[str, ...] = ()
+    # The functions that it may call directly, of which one makes the operation.
+    called: tuple[CodeType, ...] = ()
 
     @property
     def argument(self) -> str:
@@ -90,8 +94,8 @@ class Expression:
         return _unparsed(self.node)
 
     @property
-    def _key(self) -> tuple[str, str, bool]:
-        return self.place[0], self.text, self.second
+    def _key(self) -> tuple[object, ...]:
+        return self.place[0], self.text, self.second, self.called
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Expression) and self._key == other._key
@@ -101,10 +105,7 @@ class Expression:
 
     def contains(self, other: Expression) -> bool:
         """Returns True if another expression is a part of this one."""
-        file, *first = self.place
-        other_file, *second = other.place
-        starts, ends = (first[0::2], second[0::2]), (first[1::2], second[1::2])
-        return file == other_file and starts[0] <= starts[1] and ends[0] >= ends[1]
+        return is_inside(other.place, self.place)
 
     def copy(self) -> Any:
         """Returns a syntax tree that may be changed."""
@@ -124,7 +125,8 @@ class Expression:
         if isinstance(getattr(variable, "ctx", None), ast.Store):
             # An augmented assignment, such as `x *= y`, becomes an assignment.
             assigned = f"{ast.unparse(variable)} = "
-            code, other, alone = (text and assigned + text for text in (code, other, alone))
+            values = (text.removeprefix(assigned) for text in (code, other, alone))
+            code, other, alone = (text and assigned + text for text in values)
         edit = Edit(*self.place, self.text, code, other, alone)
         if edit not in self.edits:
             self.edits.append(edit)
@@ -150,15 +152,18 @@ def expression_of(op: Any) -> Expression:
     """Returns the expression in the user's code whose call makes an operation.
 
     Args:
-      op: an operation with its enclosing equations, and the `Findings` that receive the edits.
+      op: an operation with its enclosing equations, and the findings that receive the edits.
 
     Returns:
       `UNKNOWN` without source code, or if the code object of the operation contains no columns.
     """
-    findings: Findings = op.findings
+    findings = op.findings
+    # The last function, and the last one of the jaxpr inside of the equation.
+    last, inner = list[CodeType](), list[CodeType]()
     for equation in (op.equation, *op.enclosing) if findings.reads_source else ():
         traceback = equation.source_info.traceback
         frames = zip(*traceback.raw_frames(), strict=True) if traceback is not None else ()
+        inner = last
         for code, instruction in frames:
             if findings.lines.is_own(code.co_filename):
                 place: Any = (code.co_filename, *_positions(code)[instruction // 2])
@@ -167,7 +172,9 @@ def expression_of(op: Any) -> Expression:
                 names = code.co_varnames[1 : code.co_argcount] if code.co_name == "__call__" else ()
                 if node is None:
                     return UNKNOWN
-                return _with_owner(Expression(node, place, findings.edits, second, names))
+                called = *last, *inner
+                return _with_owner(Expression(node, place, findings.edits, second, names, called))
+            last = [code]
     return UNKNOWN
 
 
@@ -228,12 +235,13 @@ def enclosing(expression: Expression) -> Iterator[Expression]:
     yield expression
     file = expression.place[0]
     nodes = [node for node in ast.walk(_tree(_text(file))) if isinstance(node, ast.expr)]
-    outer = [dataclasses.replace(expression, node=n, place=_place(file, n)) for n in nodes]
+    bare = dataclasses.replace(expression, called=())
+    outer = [dataclasses.replace(bare, node=n, place=_place(file, n)) for n in nodes]
     outer = [each for each in outer if each.contains(expression)]
     yield from sorted(outer, key=lambda each: len(each.text))
 
 
-def _place(file: str, node: Any) -> tuple[str, int, int, int, int]:
+def _place(file: str, node: Any) -> Place:
     return file, node.lineno, node.end_lineno, node.col_offset, node.end_col_offset
 
 
@@ -302,15 +310,23 @@ def _names(node: ast.AST) -> Iterator[tuple[str, str]]:
         yield node.name, ""
 
 
-def with_names_of(file: str, code: str, unknown: str = "jnp") -> str:
-    """Returns code or a fix with the name that a file has for `jax.numpy`, such as `np`."""
+def with_names_of(file: str, code: str, unknown: str = "") -> str:
+    """Returns code or a fix with the name that a file has for `jax.numpy`, such as `np`.
+
+    Args:
+      file: path of the file.
+      code: the code or fix.
+      unknown: code for a file without a name; "" for a sentence on the import.
+    """
     text = _text(file)
-    if _JNP.search(text):
+    if not text or _JNP.search(text):
         return code
     imports = _imports(text)
     names = [name for name, module in imports.items() if module == "jax.numpy"]
-    names.append("jax.numpy" if imports.get("jax") == "jax" else unknown)
-    return _JNP.sub(names[0], code)
+    names += ["jax.numpy"] * (imports.get("jax") == "jax") + [unknown] * bool(unknown)
+    if names or not any(map(_JNP.search, codes_of(code))):
+        return _JNP.sub((*names, "jnp")[0], code)
+    return f"{code}\nThe code requires `import jax.numpy as jnp`."
 
 
 def with_inner(code: str, old: str, new: str) -> str:

@@ -26,7 +26,7 @@ from jaxmp._tools.fixes._source import IN_16_BITS, Edit, both, codes_of, with_in
 
 WORKS, FAILS, NOT_TRIED = "works", "fails", "not tried"
 # Traces with single fixes, if some of them fail together.
-_MOST_TRIALS = 5
+_MOST_TRIALS = 10
 # Fixes that follow from another one.
 _MOST_LAYERS = 3
 _VERSIONS = itertools.count(1)
@@ -75,7 +75,10 @@ def _nested(fix: str, edits: set[Edit]) -> tuple[str, Edits]:
     for edit in sorted(edits, key=lambda e: (-len(e.old), e)):
         outer = next((e for e in kept if e.line == edit.line and edit.old in e.code), None)
         if outer is None:
-            kept.append(edit)
+            if any(_source.is_inside(edit[:5], e[:5]) for e in kept):
+                fix = _without(fix, edit.code)
+            else:
+                kept.append(edit)
             continue
         code = with_inner(outer.code, edit.old, edit.code)
         whole = outer._replace(code=code, other="")
@@ -172,7 +175,9 @@ def try_edits(
             problems = trial(*layers, has_fixes=True)
             new = [problem for key, problem in (problems or {}).items() if key not in before]
             if problems is not None and not new and problems.keys().isdisjoint(own):
-                return FixTrial(WORKS, tuple(more), edits)
+                works = FixTrial(WORKS, tuple(more), edits)
+                successes.append((works, problems))
+                return works
             if not new or any(edits is None for _, edits in new):
                 break
             text = functools.reduce(both, (_with_places(*problem) for problem in new))
@@ -204,14 +209,20 @@ def try_edits(
                 trials[n] = FixTrial(FAILS if partner is None else WORKS, tuple(more), used)
             waiting = [n for n in waiting if not trials[n].state]
             break
-    budget = iter(range(1, _MOST_TRIALS + 1))
-    for n in waiting[:_MOST_TRIALS]:
-        trials[n] = alone(groups[n], removed[n])
-        for edits in (others[n], at_readers(groups[n])):
-            if trials[n].state == FAILS and edits not in (groups[n], frozenset()):
-                other = alone(edits, removed[n])
-                trials[n] = other if other.state else trials[n]
+    budget, successes = iter(range(1, _MOST_TRIALS + 1)), list[tuple[FixTrial, Problems]]()
+    # Other code of a fix is tried after the first one of all fixes.
+    for codes in (groups, others, list(map(at_readers, groups))):
+        for n in waiting:
+            is_tried = codes is not groups and codes[n] in (groups[n], frozenset())
+            if not is_tried and trials[n].state != WORKS:
+                trial_of = alone(codes[n], removed[n])
+                trials[n] = trial_of if trial_of.state else trials[n]
     for n, group in enumerate(groups):
+        others_fix = (row for row, left in successes if left.keys().isdisjoint(removed[n]))
+        if trials[n].state == FAILS and (row := next(others_fix, None)):
+            sentence = "the code of another finding removes this one, too"
+            more = (f"At {e.where}, {sentence}:\n    {e.code}" for e in sorted(row.edits))
+            trials[n] = row._replace(more=(*more, *row.more))
         # The function that runs may be one of those that kept their code.
         may_be_old = trials[n].state == FAILS and not all(all(lines[e[:2]]) for e in group)
         if may_be_old or not trials[n].state:
