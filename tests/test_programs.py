@@ -469,7 +469,7 @@ def test_references_become_values():
 UPGRADES = [f"jax_{name}" for name in ("remat3", "custom_jvp3", "custom_vjp3")]
 # Flag of JAX -> a function that it concerns. In older versions than 0.12, some have no effect.
 FLAGS = {"jax_disable_jit": scan}
-if hasattr(jax.config, "jax_custom_jvp3"):
+if jax.__version_info__ >= (0, 12):
     FLAGS |= zip(UPGRADES, (remat(DOTS), own_tangent, own_gradient()), strict=True)
 
 
