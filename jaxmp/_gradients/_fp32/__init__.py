@@ -102,8 +102,9 @@ def _check_loss(closed: _compat.ClosedJaxpr) -> None:
     body, pending = _programs.Body(closed), [closed.jaxpr.outvars[0]]
     while pending:
         maker = body.maker(pending.pop())
-        is_followed = maker is not None and maker.primitive.name in ("convert_element_type", "add")
-        for operand in maker.invars if is_followed else ():
+        if maker is None or maker.primitive.name not in ("convert_element_type", "add"):
+            continue
+        for operand in maker.invars:
             if is_16bit_aval(operand.aval) and operand.aval.size == 1:
                 warn_of_rounded_loss(operand.aval.dtype)
                 return
