@@ -1436,7 +1436,7 @@ test_audit.py::test_a_baseline_compares_findings_and_not_counts
 an input with the shape of a result is taken for a parameter
 - known = {(_name(path), aval.shape)
 + known = {("", aval.shape)
-test_audit_fixes.py::test_an_input_with_the_shape_of_a_parameter_is_none
+test_audit_fixes.py::test_an_input_is_no_parameter
 """,
     "jaxmp/_tools/cli/_app.py": r"""
 two options that exclude each other are accepted

@@ -676,7 +676,7 @@ class Logs(nn.Module):
         return nn.Dense(16)(jnp.log(jnp.abs(x) + 1))
 
 
-def test_an_input_with_the_shape_of_a_parameter_is_none():
+def test_an_input_is_no_parameter():
     batch, model = {"x": jnp.ones((16, 16))}, jaxmp.load_recipe("bf16").wrap(Logs())
     params = model.init(jax.random.key(0), batch["x"])
     loss = lambda params, batch: model.apply(params, batch["x"]).mean()
