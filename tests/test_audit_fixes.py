@@ -677,7 +677,7 @@ class Logs(nn.Module):
 
 
 def test_an_input_is_no_parameter():
-    batch, model = {"x": jnp.ones((4, 16))}, jaxmp.load_recipe("bf16").wrap(Logs())
+    batch, model = {"x": jnp.ones((16, 16))}, jaxmp.load_recipe("bf16").wrap(Logs())
     params = model.init(jax.random.key(0), batch["x"])
     loss = lambda params, batch: model.apply(params, batch["x"]).mean()
     report = jaxmp.audit(jax.grad(loss), params, batch, recipe="bf16")

@@ -53,13 +53,22 @@ def test_power_of_two_scales_change_no_bit_in_fp32(getkey, loss_scale):
     jax.tree.map(np.testing.assert_array_equal, actual, expected)
 
 
-def test_a_rounded_loss_warns_once_at_the_line_of_the_user():
+@pytest.mark.parametrize(
+    ("loss", "dtype"),
+    [
+        (lambda w: jnp.sum(w).astype(jnp.bfloat16), "float32"),
+        (jnp.sum, "bfloat16"),
+        # The result of a model that contains its loss is cast to FP32.
+        (lambda w: 1 + jnp.sum(w.astype(jnp.bfloat16)).astype(jnp.float32), "float32"),
+    ],
+)
+def test_a_rounded_loss_warns_once_at_the_line_of_the_user(loss, dtype):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("default")
         for _ in range(2):
-            jaxmp.value_and_grad(lambda w: jnp.sum(w).astype(jnp.bfloat16))(jnp.ones(3))
+            jaxmp.value_and_grad(loss)(jnp.ones(3, dtype))
     (warning,) = caught
-    assert "its loss in bfloat16" in str(warning.message) and warning.filename == __file__
+    assert "computed in bfloat16" in str(warning.message) and warning.filename == __file__
 
 
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])

@@ -17,7 +17,14 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxmp import _core
 from jaxmp._core import Array, PyTree, _compat
 from jaxmp._gradients._fp32 import is_on_several_devices, with_fp32_gradients
-from jaxmp._gradients._hints import TracedLoss, check_matmuls, note_scaled, traced, traces_of
+from jaxmp._gradients._hints import (
+    TracedLoss,
+    check_matmuls,
+    note_scaled,
+    traced,
+    traces_of,
+    warn_of_rounded_loss,
+)
 from jaxmp._gradients._loss_scale import LossScale, NoLossScale
 from jaxmp.errors import JaxmpError
 from jaxmp.fp8 import _overwritten
@@ -399,10 +406,7 @@ def _scalar(value: PyTree, what: str) -> jax.Array:
     if not jnp.issubdtype(array.dtype, jnp.floating):
         raise JaxmpError(f"The loss must be a floating-point number, but is {array.dtype}.")
     if _core.is_16bit(array.dtype):
-        _core.warn_user(
-            f"The loss function returned its loss in {array.dtype}, which rounds it. "
-            "Compute it in FP32: logits.astype(jnp.float32) before the loss."
-        )
+        warn_of_rounded_loss(array.dtype)
     return array.astype(_core.FLOAT32)
 
 

@@ -100,6 +100,14 @@ def warn_of_gradient(mark: Mark, line: tuple[str, int]) -> None:
         warnings.warn_explicit(message, RecipeWarning, *line)
 
 
+def warn_of_rounded_loss(dtype: Any) -> None:
+    """Warns of a loss that is computed in 16 bits."""
+    _core.warn_user(
+        f"The loss is computed in {dtype}, which rounds it. Compute it in FP32: "
+        "logits.astype(jnp.float32) before the loss."
+    )
+
+
 def check_matmuls(loss: TracedLoss, backward: Any) -> None:
     """Warns of a loss whose matmuls are wider than 16 bits, although the optimizer's recipe is not.
 

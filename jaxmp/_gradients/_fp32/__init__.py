@@ -24,6 +24,7 @@ from jaxmp import _core, _programs
 from jaxmp._core import PyTree, _compat
 from jaxmp._gradients._fp32._derivatives import is_16bit_aval
 from jaxmp._gradients._fp32._interpreter import run
+from jaxmp._gradients._hints import warn_of_rounded_loss
 
 _READS_VALUES = (
     "The loss function reads the values of arrays, as `if` and float() do, so that it cannot be "
@@ -54,7 +55,7 @@ def with_fp32_gradients(
     """Returns a function equal to `fn` whose gradients are computed in FP32, and its inputs.
 
     Args:
-      fn: function of the inputs.
+      fn: function of the inputs, whose first result is the loss.
       inputs: pytrees of parameters. Leaves that are not floating-point arrays, such as FP8
         state, are differentiated as they are.
       dtypes: dtypes of the parameters whose gradients are computed in FP32. Others are
@@ -81,6 +82,7 @@ def with_fp32_gradients(
         _core.warn_user(_READS_VALUES)
         return fn, inputs
     closed = traced.closed
+    _check_loss(closed)
     if not _computes_in_16_bits(closed):
         is_param = [False] * len(leaves)
 
@@ -93,6 +95,20 @@ def with_fp32_gradients(
         for leaf, param in zip(leaves, is_param, strict=True)
     ]
     return fn_in_fp32, structure.unflatten(in_fp32)
+
+
+def _check_loss(closed: _compat.ClosedJaxpr) -> None:
+    """Warns of a loss that is a 16-bit scalar before a cast, such as that at the end of a model."""
+    body, pending = _programs.Body(closed), [closed.jaxpr.outvars[0]]
+    while pending:
+        maker = body.maker(pending.pop())
+        if maker is None or maker.primitive.name not in ("convert_element_type", "add"):
+            continue
+        for operand in maker.invars:
+            if is_16bit_aval(operand.aval) and operand.aval.size == 1:
+                warn_of_rounded_loss(operand.aval.dtype)
+                return
+            pending.append(operand)
 
 
 def _computes_in_16_bits(closed: _compat.ClosedJaxpr) -> bool:

@@ -230,7 +230,10 @@ def check_integers(op: _checks.OpOccurrence) -> Integers | None:
     if integers is None or not _core.is_16bit(dtype):
         return integers
     limit = _checks.stagnation(dtype)
-    if integers.bound <= limit:
+    value = None if op.name != "convert_element_type" else op.audit.known.value(op.operands[0])
+    # Powers of two, such as the frequencies of an encoding, are exact.
+    is_exact = value is not None and (value.astype(dtype).astype(value.dtype) == value).all()
+    if is_exact or integers.bound <= limit:
         return integers
     up_to = "" if math.isinf(integers.bound) else f" up to {integers.bound:,.0f}"
     text = f"{integers.text}{up_to} are rounded to {dtype.name}"

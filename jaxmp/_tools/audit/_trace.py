@@ -124,12 +124,15 @@ class Traced:
     def may_be_weights(self) -> list[bool]:
         """Returns for each array whether it may be a parameter, or belong to an optimizer's state.
 
-        A step returns or writes its parameters, or gradients of the same shapes. If no argument has
-        the shape of a result, each of them may be a parameter.
+        A step returns or writes its parameters, or gradients of the same shapes, under the same
+        names or without names. If no argument has such a result, each of them may be a parameter.
         """
-        shapes = {aval.shape for _, aval in self.results if aval.size > 1}
+        known = {(_name(path), aval.shape) for path, aval in self.results if aval.size > 1}
         is_owned = lambda leaf: leaf.in_optimizer or leaf.role == _roles.PARAMETER
-        flags = [is_owned(leaf) or leaf.value.shape in shapes for leaf in self.leaves]
+        is_returned = lambda leaf: (
+            not known.isdisjoint((name, leaf.value.shape) for name in (_name(leaf.path[2:]), ""))
+        )
+        flags = [is_owned(leaf) or is_returned(leaf) for leaf in self.leaves]
         flags = [flag or number in self.written for number, flag in enumerate(flags)]
         return flags if any(flags) else [True] * len(flags)
 
@@ -288,6 +291,12 @@ def value_of(leaf: Any) -> Any:
 def is_array(leaf: object) -> bool:
     """Returns True for an array, its shape, or a reference to it."""
     return hasattr(leaf, "shape") and hasattr(leaf, "dtype")
+
+
+def _name(path: _roles.KeyPath) -> str:
+    """Returns the last key of a path; "" if it is the number of an element."""
+    name = _core.path_names(path)[-1:]
+    return "" if not name or name[0].isdigit() else name[0]
 
 
 def _is_state(node: object) -> bool:
