@@ -212,3 +212,10 @@ def test_an_operation_without_a_16_bit_form_names_the_cast_of_the_parameters():
     with pytest.raises(TypeError) as caught:
         autocast(lambda x: jnp.zeros(3)[x], "bf16")(1.5)
     assert not any("jaxmp" in note for note in getattr(caught.value, "__notes__", ()))
+
+
+@pytest.mark.parametrize("read", [lambda x: x if x.any() else 0, lambda x: x[x > 0], float])
+def test_a_function_that_reads_values_has_a_note(read):
+    with pytest.raises((TypeError, IndexError)) as caught:
+        autocast(lambda x: read((x @ x).sum()), "bf16")(B)
+    assert "jax.lax.cond instead of `if`" in "".join(caught.value.__notes__)

@@ -229,8 +229,8 @@ def trace(
       The traced function, and True if it was traced inside a rule of a `custom_vjp`.
 
     Raises:
-      TypeError, ValueError, NotImplementedError: as JAX does, with a note if an argument in 16 bits
-        may be the cause.
+      TypeError, ValueError, IndexError, NotImplementedError: as JAX does, with a note if `fn` reads
+        the values of arrays, or if an argument in 16 bits may be the cause.
     """
     in_custom_vjp = False
 
@@ -242,9 +242,19 @@ def trace(
     try:
         with _compat.assigned(_traces, True):
             return _programs.trace(run, args, kwargs), in_custom_vjp
+    except (jax.errors.JAXTypeError, jax.errors.JAXIndexError) as error:
+        if not isinstance(error, jax.errors.UnexpectedTracerError):
+            error.add_note(_READS_VALUES)
+        raise
     except (TypeError, ValueError, NotImplementedError) as error:
         _explain_arguments(error, (args, kwargs))
         raise
+
+
+_READS_VALUES = (
+    "jaxmp: autocast traces the function, as `jax.jit` does, which therefore cannot read the values"
+    " of arrays, as `if` and float() do. Use jnp.where or jax.lax.cond instead of `if`."
+)
 
 
 def _explain_arguments(error: Exception, arguments: Any) -> None:
