@@ -425,8 +425,9 @@ def test_parameters_of_numpy_are_stored_and_trained_as_those_of_jax(dtype, recip
         state = new_state(params, recipe, optax.sgd(1e-3))
         policy = recipe.policies.default
         for _ in range(2):  # outside of `jit`, which casts NumPy arrays by itself
-            loss = lambda p, x: jnp.square(jnp.matmul(*policy.cast_to_compute((x, p["w"])))).sum()
-            _, grads = state.value_and_grad(lambda p, x: loss(p, x).astype(jnp.float32))(x)
+            outputs = lambda p, x: jnp.matmul(*policy.cast_to_compute((x, p["w"])))
+            loss = lambda p, x: jnp.square(outputs(p, x).astype(jnp.float32)).sum()
+            _, grads = state.value_and_grad(loss)(x)
             state = state.apply_gradients(grads=grads)
         return state
 
