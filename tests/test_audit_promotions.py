@@ -82,31 +82,20 @@ def test_attention_in_fp32_is_faulted():
 # Statistics, tables and losses in FP32
 # ---------------------------------------------------------------------------
 
+# Name -> classes of Linen and NNX, and arguments of both.
 NORMS = {
-    "layer": (
-        lambda: nn.LayerNorm(dtype=BF16),
-        lambda rngs: nnx.LayerNorm(64, dtype=BF16, rngs=rngs),
-    ),
-    "rms": (
-        lambda: nn.RMSNorm(dtype=BF16),
-        lambda rngs: nnx.RMSNorm(64, dtype=BF16, rngs=rngs),
-    ),
-    "group": (
-        lambda: nn.GroupNorm(num_groups=4, dtype=BF16),
-        lambda rngs: nnx.GroupNorm(64, num_groups=4, dtype=BF16, rngs=rngs),
-    ),
-    "batch": (
-        lambda: nn.BatchNorm(use_running_average=False, dtype=BF16),
-        lambda rngs: nnx.BatchNorm(64, dtype=BF16, rngs=rngs),
-    ),
+    "layer": (nn.LayerNorm, nnx.LayerNorm, {}),
+    "rms": (nn.RMSNorm, nnx.RMSNorm, {}),
+    "group": (nn.GroupNorm, nnx.GroupNorm, {"num_groups": 4}),
+    "batch": (nn.BatchNorm, nnx.BatchNorm, {"use_running_average": False}),
 }
 
 
 @pytest.mark.parametrize("policies", [None, "bf16"])
 @pytest.mark.parametrize("name", NORMS)
 def test_norms_with_a_dtype_set_by_hand(name, policies):
-    linen, in_nnx = (make for make in NORMS[name])
-    layer = linen()
+    linen, in_nnx, options = NORMS[name]
+    layer = linen(dtype=BF16, **options)
     variables = jax.eval_shape(layer.init, jax.random.key(0), X)
 
     def loss(variables, x):
@@ -116,8 +105,8 @@ def test_norms_with_a_dtype_set_by_hand(name, policies):
         return layer(x).astype(jnp.float32).sum()
 
     assert audit(jax.grad(loss), variables, X, recipe=policies).findings == ()
-    report = audit(nnx.grad(nnx_loss), in_nnx(nnx.Rngs(0)), X, recipe=policies)
-    assert report.findings == ()
+    layer = in_nnx(64, dtype=BF16, rngs=nnx.Rngs(0), **options)
+    assert audit(nnx.grad(nnx_loss), layer, X, recipe=policies).findings == ()
 
 
 def rotary(x):

@@ -127,22 +127,22 @@ def test_optax_without_masters(tx, recipe):
     assert counts(step, wide, jax.eval_shape(tx.init, wide), X) == {}
 
 
+def optax_step(params, state, x, tx):
+    grads = jaxmp.grad(lambda p: loss(p["w"], x))(params)
+    updates, state = tx.update(grads, state, params)
+    return optax.apply_updates(params, updates), state
+
+
 def test_the_printed_recipe_keeps_masters():
     """With an optax state, the fix is a recipe whose optimizer stores masters."""
-
-    def step(params, state, x, tx):
-        grads = jaxmp.grad(lambda p: loss(p["w"], x))(params)
-        updates, state = tx.update(grads, state, params)
-        return optax.apply_updates(params, updates), state
-
     tx, params = relaxed(optax.adam(1e-3)), {"w": jnp.ones((64, 64))}
     half_params = {"w": params["w"].astype(BF16)}
-    report = audit(functools.partial(step, tx=tx), half_params, tx.init(half_params), X)
+    report = audit(functools.partial(optax_step, tx=tx), half_params, tx.init(half_params), X)
     finding = the_only(report.errors, "missing_master")
     scope = {"tx": tx, "jaxmp": jaxmp}
     exec(code_of(finding), scope)
     state = scope["tx"].init(params)
-    assert counts(functools.partial(step, tx=scope["tx"]), half_params, state, X) == {}
+    assert counts(functools.partial(optax_step, tx=scope["tx"]), half_params, state, X) == {}
 
 
 @pytest.mark.parametrize("master", ["fp32", "packed", "none"])
@@ -153,12 +153,7 @@ def test_masters_of_jaxmp(master):
     state = jaxmp.TrainState.create(apply_fn=None, params=params, tx=tx)
 
     step = state_step(lambda p, x: loss(p["w"], x))
-
-    def plain(params, state, x):
-        grads = jaxmp.grad(lambda p: loss(p["w"], x))(params)
-        updates, state = tx.update(grads, state, params)
-        return optax.apply_updates(params, updates), state
-
+    plain = functools.partial(optax_step, tx=tx)
     for report in (
         audit(step, state, X, recipe=recipe),
         audit(plain, recipe.cast_params(params), tx.init(params), X, recipe=recipe),

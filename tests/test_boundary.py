@@ -451,9 +451,7 @@ class Quantile(nnx.Module):
 
 def test_an_operation_without_a_16_bit_form_is_named_and_the_fixes_work():
     x = 2 * jnp.eye(4, dtype=jnp.float32)
-    with pytest.raises((TypeError, NotImplementedError)) as caught:
-        jaxmp.load_recipe(BF16).wrap(Outer(Inverse())).apply({}, x)
-    (note,) = (note for note in caught.value.__notes__ if note.startswith("jaxmp: "))
+    note = _notes(lambda: jaxmp.load_recipe(BF16).wrap(Outer(Inverse())).apply({}, x))
     assert "in Inverse, the module 'inner'" in note and "x.astype(jnp.float32)" in note
     assert "/**" not in note
     jaxmp.load_recipe(BF16).wrap(Outer(Inverse(cast=True))).apply({}, x)

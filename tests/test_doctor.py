@@ -24,6 +24,10 @@ H100 = Machine(
 )
 
 
+UNUSED = H100._replace(platform="cpu")
+UPGRADE = 'pip install --upgrade "jax[cuda13]"'
+
+
 def gpu(name, capability):
     return H100._replace(devices={name: 1}, gpus=(name,), capability=capability)
 
@@ -73,7 +77,7 @@ def test_the_recipe_is_that_of_a_gpu_that_jax_does_not_use():
 PROBLEMS = {
     "driver too old for all": (H100._replace(driver="470.82"), "too old for CUDA 13", "nvidia-smi"),
     "driver too old for CUDA 13": (
-        H100._replace(driver="550.54", platform="cpu"),
+        UNUSED._replace(driver="550.54"),
         "the plugin for CUDA 12",
         'pip install "jax[cuda12]"',
     ),
@@ -94,11 +98,7 @@ PROBLEMS = {
         "both installed",
         "pip uninstall jax-cuda12-plugin jax-cuda12-pjrt",
     ),
-    "no plugin": (
-        H100._replace(versions=VERSIONS, platform="cpu"),
-        "its plugin is not installed",
-        'pip install --upgrade "jax[cuda13]"',
-    ),
+    "no plugin": (UNUSED._replace(versions=VERSIONS), "its plugin is not installed", UPGRADE),
     "a GPU without support of CUDA 13": (
         gpu("Tesla V100-SXM2-32GB", (7, 0)),
         "CUDA 13 does not support compute capability 7.0",
@@ -110,20 +110,12 @@ PROBLEMS = {
         'pip install "jax[tpu]==0.12.0"',
     ),
     "a CPU was chosen": (
-        H100._replace(platform="cpu", environment={"JAX_PLATFORMS": "cpu"}),
+        UNUSED._replace(environment={"JAX_PLATFORMS": "cpu"}),
         "JAX_PLATFORMS is 'cpu'",
         "unset JAX_PLATFORMS",
     ),
-    "a plugin that fails": (
-        H100._replace(platform="cpu"),
-        "although its plugin is installed",
-        'pip install --upgrade "jax[cuda13]"',
-    ),
-    "no cuDNN": (
-        H100._replace(cudnn=None),
-        "JAX finds no cuDNN",
-        'pip install --upgrade "jax[cuda13]"',
-    ),
+    "a plugin that fails": (UNUSED, "although its plugin is installed", UPGRADE),
+    "no cuDNN": (H100._replace(cudnn=None), "JAX finds no cuDNN", UPGRADE),
     "another CUDA": (
         H100._replace(environment={"LD_LIBRARY_PATH": "/usr/local/cuda/lib64"}),
         "LD_LIBRARY_PATH names a folder of CUDA",
@@ -135,7 +127,7 @@ PROBLEMS = {
         "export XLA_CLIENT_MEM_FRACTION=0.95",
     ),
     "no device": (
-        H100._replace(platform="cpu", failure="Unknown backend tpu"),
+        UNUSED._replace(failure="Unknown backend tpu"),
         "Unknown backend tpu",
         "unset JAX_PLATFORMS",
     ),

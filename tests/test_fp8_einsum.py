@@ -93,7 +93,11 @@ def test_equations_that_are_no_product(equation, message):
 ROWWISE = fp8.RowwiseScaling()
 
 
-FEW_TOKENS = "K = 1024 and N = 4096 are too narrow for 2048 tokens"
+FEW_TOKENS, TURNED = (
+    f"K = {k} and N = {5120 - k} are too narrow for 2048 tokens" for k in (1024, 4096)
+)
+MANY_TOKENS = fp8.CurrentScaling(tokens=2**40)
+WIDTH_512 = fp8.CurrentScaling(min_width=512)
 
 
 @pytest.mark.parametrize(
@@ -106,19 +110,13 @@ FEW_TOKENS = "K = 1024 and N = 4096 are too narrow for 2048 tokens"
         (1024, 1024, None, "gpu", "K = 1024 and N = 1024 are too narrow for 8192 tokens"),
         (1024, 1024, fp8.CurrentScaling(tokens=32768), "gpu", ""),
         (1024, 4096, fp8.CurrentScaling(tokens=2048), "gpu", FEW_TOKENS),
-        (
-            4096,
-            1024,
-            fp8.DelayedScaling(tokens=2048),
-            "gpu",
-            FEW_TOKENS.replace("1024 and N = 4096", "4096 and N = 1024"),
-        ),
+        (4096, 1024, fp8.DelayedScaling(tokens=2048), "gpu", TURNED),
         (1024, 4096, "delayed", "gpu", ""),
         (4096, 1024, None, "tpu", ""),
         (
             64,
             4096,
-            fp8.CurrentScaling(tokens=2**40),
+            MANY_TOKENS,
             "gpu",
             "K = 64 and N = 4096 are too narrow for 1099511627776 tokens",
         ),
@@ -129,14 +127,8 @@ FEW_TOKENS = "K = 1024 and N = 4096 are too narrow for 2048 tokens"
         (2064, 4096, ROWWISE, "gpu", ""),
         (2048, 4112, ROWWISE, "gpu", ""),
         # Limits set by the user.
-        (512, 512, fp8.CurrentScaling(min_width=512), "gpu", ""),
-        (
-            512,
-            496,
-            fp8.CurrentScaling(min_width=512),
-            "gpu",
-            "K = 512 or N = 496 is below min_width = 512",
-        ),
+        (512, 512, WIDTH_512, "gpu", ""),
+        (512, 496, WIDTH_512, "gpu", "K = 512 or N = 496 is below min_width = 512"),
         (16, 16, fp8.CurrentScaling(min_width=0), "tpu", ""),
     ],
 )

@@ -160,6 +160,9 @@ def test_a_where_that_stops_the_nan_does_not_hide_the_bad_loss(loss_scale):
 # Signature
 # ---------------------------------------------------------------------------
 
+ONE = jnp.float32(1)
+WEIGHTED = {"weighted": True}
+
 
 def test_aux_argnums_and_keywords(getkey):
     fn = lambda a, b, *, c: (jnp.sum(a * b) * c, {"seen": b})
@@ -180,37 +183,28 @@ def test_complex_gradients_keep_their_imaginary_part():
     assert grad.dtype == jnp.complex64
 
 
+@pytest.mark.parametrize("transform", [jaxmp.grad, jaxmp.value_and_grad])
 @pytest.mark.parametrize(
-    ("fn", "args", "message"),
+    ("options", "fn", "argument", "message"),
     [
-        (lambda w: w, (jnp.ones(3),), r"shape \(3,\).*jnp.mean\(loss"),
-        (lambda w: (w, w, w), (jnp.float32(1),), "tuple of 3.*has_aux=True"),
-        (lambda w: (w, {"aux": 1}), (jnp.float32(1),), "has_aux=True"),
-        (lambda w: (w, w / 2), (jnp.float32(1),), "fn, has_aux=True.*fn, weighted=True"),
-        (lambda w: "loss", (jnp.float32(1),), "'loss'"),
-        (lambda w: jnp.int32(3), (jnp.float32(1),), "int32"),
-        (lambda w: jnp.float32(0), ({"n": jnp.arange(3)},), r"\['n'\] is int32"),
+        ({}, lambda w: w, jnp.ones(3), r"shape \(3,\).*jnp.mean\(loss"),
+        ({}, lambda w: (w, w, w), ONE, "tuple of 3.*has_aux=True"),
+        ({}, lambda w: (w, {"aux": 1}), ONE, "has_aux=True"),
+        ({}, lambda w: (w, w / 2), ONE, "fn, has_aux=True.*fn, weighted=True"),
+        ({}, lambda w: "loss", ONE, "'loss'"),
+        ({}, lambda w: jnp.int32(3), ONE, "int32"),
+        ({}, lambda w: ONE, {"n": jnp.arange(3)}, r"\['n'\] is int32"),
+        (WEIGHTED, lambda w: w, ONE, r"return \(loss_sum, weight\)"),
+        (WEIGHTED, lambda w: (w, w, w), ONE, "tuple of 3"),
+        (WEIGHTED, lambda w: (w, {"aux": 1}), ONE, "weight is"),
+        (WEIGHTED | {"has_aux": True}, lambda w: (w, w), ONE, r"\(\(loss_sum, weight\), aux\)"),
+        ({"has_aux": True}, lambda w: ((w, w), None), ONE, "fn, has_aux=True, weighted=True"),
+        ({"has_aux": True}, lambda w: w, ONE, r"return \(loss, aux\)"),
     ],
 )
-def test_mistakes_are_explained(fn, args, message):
+def test_mistakes_are_explained(options, fn, argument, message, transform):
     with pytest.raises(jaxmp.JaxmpError, match=message):
-        jaxmp.value_and_grad(fn)(*args)
-
-
-@pytest.mark.parametrize(
-    ("options", "returned", "message"),
-    [
-        ({"weighted": True}, lambda w: w, r"return \(loss_sum, weight\)"),
-        ({"weighted": True}, lambda w: (w, w, w), "tuple of 3"),
-        ({"weighted": True}, lambda w: (w, {"aux": 1}), "weight is"),
-        ({"weighted": True, "has_aux": True}, lambda w: (w, w), r"\(\(loss_sum, weight\), aux\)"),
-        ({"has_aux": True}, lambda w: ((w, w), None), "fn, has_aux=True, weighted=True"),
-        ({"has_aux": True}, lambda w: w, r"return \(loss, aux\)"),
-    ],
-)
-def test_what_the_function_must_return_is_explained(options, returned, message):
-    with pytest.raises(jaxmp.JaxmpError, match=message):
-        jaxmp.grad(returned, **options)(jnp.float32(1))
+        transform(fn, **options)(argument)
 
 
 def test_arguments_stand_in_the_order_of_jax():
@@ -393,6 +387,10 @@ def keyword(params, x, *, y):
     return jnp.mean(errors(params, x, y))
 
 
+def with_other_rows(params, batch, other):
+    return jnp.mean(errors(params, *batch)) * other.sum()
+
+
 # Loss -> arguments, keyword arguments, options, and the numbers that an error names.
 SIGNATURES = {
     "batch": (lambda p, b: jnp.mean(errors(p, *b)), ((X, Y),), {}, {}, None),
@@ -405,13 +403,7 @@ SIGNATURES = {
     "x, y, mask": (with_mask, (X, Y, MASK), {}, {"weighted": True}, (1, 2, 3)),
     "stats, x, y": (with_stats, (STATS, X, Y), {}, {"mutable_argnum": 1}, (2, 3)),
     "y by keyword": (keyword, (X,), {"y": Y}, {}, (1, 2)),
-    "other rows": (
-        lambda p, b, c: jnp.mean(errors(p, *b)) * c.sum(),
-        ((X, Y), Y[:3]),
-        {},
-        {},
-        None,
-    ),
+    "other rows": (with_other_rows, ((X, Y), Y[:3]), {}, {}, None),
     "unequal rows": (lambda p, b: jnp.mean(errors(p, *b[:2])), ((X, Y, Y[:3]),), {}, {}, 1),
 }
 

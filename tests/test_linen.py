@@ -210,6 +210,8 @@ def test_lazy_init_and_tabulate():
 
 
 def test_a_wrapped_model_is_a_submodule():
+    policies = PolicyMap(MIXED, [Rule("head", "c=f32")])
+
     class Field(nn.Module):
         inner: nn.Module
 
@@ -219,7 +221,7 @@ def test_a_wrapped_model_is_a_submodule():
 
     class Setup(nn.Module):
         def setup(self):
-            self.inner = apply_policy(MLP(), PolicyMap(MIXED, [Rule("head", "c=f32")]))
+            self.inner = apply_policy(MLP(), policies)
             self.last = nn.Dense(4)
 
         def __call__(self, x):
@@ -228,12 +230,10 @@ def test_a_wrapped_model_is_a_submodule():
     class Compact(nn.Module):
         @nn.compact
         def __call__(self, x):
-            policies = PolicyMap(MIXED, [Rule("head", "c=f32")])
             inner = apply_policy(MLP(parent=None, name="inner"), policies)
             return nn.Dense(4, name="last")(inner(x))
 
-    field = Field(apply_policy(MLP(), PolicyMap(MIXED, [Rule("head", "c=f32")])))
-    for model in (field, Setup(), Compact()):
+    for model in (Field(apply_policy(MLP(), policies)), Setup(), Compact()):
         variables = shapes(model, floats(2, 8))
         assert set(variables["params"]) == {"inner", "last"}
         found = operands_by_module(model, variables, floats(2, 8))
@@ -678,22 +678,15 @@ def test_decoding_writes_a_cache_in_the_compute_dtype(limit):
 
 
 def test_module_paths():
+    parameters = ["Dense_0:bias", "Dense_0:kernel", "LayerNorm_0:bias", "LayerNorm_0:scale"]
+    parameters += ["head:bias", "head:kernel"]
     paths = module_paths(MLP(), (jax.ShapeDtypeStruct((2, 8), jnp.float32),), {}, None, {})
     assert paths == {
         "": MLP,
         "Dense_0": nn.Dense,
         "LayerNorm_0": nn.LayerNorm,
         "head": nn.Dense,
-        **dict.fromkeys(
-            [
-                "Dense_0:bias",
-                "Dense_0:kernel",
-                "LayerNorm_0:bias",
-                "LayerNorm_0:scale",
-                "head:bias",
-                "head:kernel",
-            ]
-        ),
+        **dict.fromkeys(parameters),
     }
     assert module_paths(apply_policy(MLP(), BF16), (floats(2, 8),), {}, None, {}) == paths
 

@@ -318,19 +318,11 @@ class WeightNormed(nn.Module):
         return nn.WeightNorm(nn.Dense(4))(x)
 
 
-@pytest.mark.parametrize(
-    "model",
-    [
-        Conditional(),
-        Derivatives(),
-        CustomGradient(),
-        Mapped(),
-        Metadata(),
-        WeightNormed(),
-        WhileLoop(),
-    ],
-    ids=lambda model: type(model).__name__,
-)
+OTHERS = [Conditional(), Derivatives(), CustomGradient(), Mapped(), Metadata(), WeightNormed()]
+OTHERS += [WhileLoop()]
+
+
+@pytest.mark.parametrize("model", OTHERS, ids=lambda model: type(model).__name__)
 @fast_cases("Conditional", "CustomGradient", "Mapped", "WhileLoop")
 @pytest.mark.filterwarnings("ignore:A gradient of this call:jaxmp.errors.RecipeWarning")
 def test_transformation_computes_in_bf16(model):

@@ -247,11 +247,9 @@ def test_packed_is_refused_for_float16_with_a_fix_that_works():
 
 
 def test_uncast_parameters_are_refused_in_a_plain_loop():
-    tx = jaxmp.load_recipe(BF16).optimizer(optax.sgd(0.1))
-    params = toy_params()
-    state = tx.init(params)
+    tx, params = jaxmp.load_recipe(BF16).optimizer(optax.sgd(0.1)), toy_params()
     with pytest.raises(CompositionError, match=r"recipe.cast_params\(params\)"):
-        tx.update(params, state, params)
+        tx.update(params, tx.init(params), params)
 
 
 def test_an_unknown_master_is_refused_with_the_menu():
@@ -449,24 +447,24 @@ def in_groups(one, other):
     return optax.partition({"a": one, "b": other}, {"a": "a", "b": "b"})
 
 
+def after(first):
+    return lambda tx: optax.chain(first, tx)
+
+
 RECIPE = jaxmp.load_recipe("fp16")
 SGD = optax.sgd(0.5)
 # Wrapper -> what a plain optax loop does with it, and what a train state does.
 OUTSIDE = {
     "MultiSteps": (lambda tx: optax.MultiSteps(tx, 1).gradient_transformation(), "raises", False),
     "apply_if_finite": (lambda tx: optax.apply_if_finite(tx, 3), "raises", False),
-    "zero_nans": (lambda tx: optax.chain(optax.zero_nans(), tx), "raises", True),
+    "zero_nans": (after(optax.zero_nans()), "raises", True),
     "zero_nans, named": (
         lambda tx: optax.named_chain(("a", optax.zero_nans()), ("b", tx)),
         "raises",
         True,
     ),
-    "apply_if_finite in front": (
-        lambda tx: optax.chain(optax.apply_if_finite(optax.identity(), 3), tx),
-        "raises",
-        True,
-    ),
-    "trace": (lambda tx: optax.chain(optax.trace(0.9), tx), "raises", True),
+    "apply_if_finite in front": (after(optax.apply_if_finite(optax.identity(), 3)), "raises", True),
+    "trace": (after(optax.trace(0.9)), "raises", True),
     "partition": (lambda tx: in_groups(tx, SGD), "raises", True),
     "masked": (
         lambda tx: optax.chain(
@@ -475,13 +473,9 @@ OUTSIDE = {
         "raises",
         True,
     ),
-    "nan_to_num": (lambda tx: optax.chain(optax.stateless(nan_to_num), tx), "warns", True),
-    "clip": (lambda tx: optax.chain(optax.clip(1.0), tx), "warns", True),
-    "clip_by_global_norm": (
-        lambda tx: optax.chain(optax.clip_by_global_norm(1.0), tx),
-        "warns",
-        True,
-    ),
+    "nan_to_num": (after(optax.stateless(nan_to_num)), "warns", True),
+    "clip": (after(optax.clip(1.0)), "warns", True),
+    "clip_by_global_norm": (after(optax.clip_by_global_norm(1.0)), "warns", True),
     "frozen": (lambda tx: in_groups(tx, optax.set_to_zero()), "trains", True),
     "scale after": (lambda tx: optax.chain(tx, optax.scale(0.5)), "trains", True),
     "inject_hyperparams": (

@@ -221,8 +221,7 @@ def test_a_model_is_searched_once_per_shape():
             calls.append(x.shape)
             return nn.Dense(CLASSES)(x * time)
 
-    model = jaxmp.load_recipe("bf16").wrap(Counted())
-    variables = model.init(jax.random.key(0), X)
+    model, variables = linen(Counted())(jaxmp.load_recipe("bf16"))
     calls.clear()
     for x in (X, X + 1, X[:2], X):
         model.apply(variables, x)
@@ -356,8 +355,7 @@ def wide_matmuls(fn, *args):
 
 
 def test_numbers_fields_functions_and_attributes_choose_a_head():
-    model = jaxmp.load_recipe("bf16").wrap(Heads())
-    variables = model.init(jax.random.key(0), X)
+    model, variables = linen(Heads())(jaxmp.load_recipe("bf16"))
     apply = lambda model, *args, **kwargs: lambda v: model.apply(v, *args, **kwargs)
     head = lambda task: lambda model, x: model(x, task)
     for _ in range(2):
@@ -403,8 +401,7 @@ def test_a_model_that_cannot_be_traced_is_reported_with_its_fix():
     calls.clear()
     ruled = jaxmp.PolicyMap("bf16", [jaxmp.Rule("output", "o=f32")])
     for recipe in ("bf16", ruled):
-        model = jaxmp.load_recipe(recipe).wrap(Reads())
-        variables = model.init(jax.random.key(0), X)
+        model, variables = linen(Reads())(jaxmp.load_recipe(recipe))
         calls.clear()
         with pytest.warns(jaxmp.errors.RecipeWarning, match="cannot be traced: Tracer") as warned:
             results = [model.apply(variables, X) for _ in range(5)]
@@ -424,8 +421,7 @@ def test_an_array_that_is_kept_from_the_search_is_named():
                 tables["table"] = jnp.sin(x)
             return nn.Dense(CLASSES)(x + tables["table"])
 
-    model = jaxmp.load_recipe("bf16").wrap(Cached())
-    variables = model.init(jax.random.key(0), X)
+    model, variables = linen(Cached())(jaxmp.load_recipe("bf16"))
     tables.clear()
     with pytest.raises(jax.errors.UnexpectedTracerError) as raised:
         model.apply(variables, X)
@@ -465,9 +461,8 @@ class OwnRouter(nn.Module):
 
 @pytest.mark.parametrize("is_wide", [True, False])
 def test_modules_pass_the_fp32_results_of_own_layers_to_a_decision(is_wide):
-    model = jaxmp.load_recipe("bf16").wrap(OwnRouter(is_wide))
     with jax.numpy_dtype_promotion("standard"):
-        variables = model.init(jax.random.key(0), X)
+        model, variables = linen(OwnRouter(is_wide))(jaxmp.load_recipe("bf16"))
         _, sown = model.apply({"params": variables["params"]}, X, mutable="intermediates")
     (z,) = sown["intermediates"]["logits"]
     assert jnp.any(z != z.astype(jnp.bfloat16).astype(jnp.float32))
@@ -493,8 +488,7 @@ class Printed(nn.Module):
 
 
 def test_operations_without_results_are_no_obstacle():
-    model = jaxmp.load_recipe("bf16").wrap(Printed())
-    variables = model.init(jax.random.key(0), X)
+    model, variables = linen(Printed())(jaxmp.load_recipe("bf16"))
     wide = nn.log_softmax(X.astype(jnp.bfloat16).astype(jnp.float32) @ kernel_of(variables))
     np.testing.assert_allclose(model.apply(variables, X), wide, atol=1e-5)
 

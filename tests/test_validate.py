@@ -270,11 +270,8 @@ def test_the_held_out_loss_of_nnx_has_no_dropout():
 
 
 def test_an_evaluation_that_depends_on_the_seed_is_that_of_its_seed():
-    def make(recipe, seed):
-        run = make_run(recipe, seed)
-        return dataclasses.replace(run, evaluate=lambda state: run.evaluate(state) * 0 + seed + 1)
-
-    report = jaxmp.validate(make, ["bf16"], steps=2, seeds=[3, 6])
+    evaluate = lambda run, _, seed: lambda state: run.evaluate(state) * 0 + seed + 1
+    report = jaxmp.validate(changed_run("evaluate", evaluate), ["bf16"], steps=2, seeds=[3, 6])
     assert [run.evaluations["loss"][-1] for run in report.runs] == [4, 7, 4, 7]
 
 
@@ -394,7 +391,8 @@ def test_power_agrees_with_simulation():
     assert 80 < large < 160
 
 
-def records(name, finals, accuracy=None, first=2.0, metric="loss"):
+def records(name, finals, accuracy=None, first=2.0, metric="loss", losses=None):
+    """Returns records whose training losses default to 2 and the final metric."""
     evaluations = [{metric: (first, final)} for final in finals]
     if accuracy is not None:
         evaluations = [{**each, "accuracy": (0.1, accuracy)} for each in evaluations]
@@ -402,10 +400,10 @@ def records(name, finals, accuracy=None, first=2.0, metric="loss"):
         TrainingRecord(
             name=name,
             seed=seed,
-            losses=(2.0, each[metric][-1]),
+            losses=(2.0, each[metric][-1]) if losses is None else tuple(losses),
             evaluations=each,
             eval_steps=(0, 1),
-            loss_scales=(1.0, 1.0),
+            loss_scales=(1.0,) * len(losses or (0, 1)),
         )
         for seed, each in enumerate(evaluations)
     ]
@@ -458,31 +456,17 @@ def test_a_small_loss_is_judged_by_accuracy_and_absolute_loss():
 @pytest.mark.parametrize("offset", [-100.0, -2.0, -1.0, 0.0])
 def test_losses_that_are_not_positive_are_compared_in_units_of_their_range(offset):
     """A planted difference of 1 % of the range fails, and one of zero or 0.1 % passes."""
-    curve = lambda shift: [2.0 + offset, 1.4 + offset, 1.0 + offset + shift]
+    first, last = (1.0, 0.0) if offset == 0 else (2.0 + offset, 1.0 + offset)
 
     def trained(shift):
-        evaluations = {"loss": tuple(curve(shift))}
-        record = records("x", [1.0])[0]
-        losses = tuple(np.linspace(2.0, 1.0 + shift, 40) + offset)
-        return [
-            dataclasses.replace(
-                record, seed=seed, evaluations=evaluations, losses=losses, loss_scales=(1.0,) * 40
-            )
-            for seed in range(2)
-        ]
+        losses = list(np.linspace(2.0, 1.0 + shift, 40) + offset)
+        return records("x", [last + shift] * 2, first=first, losses=losses)
 
     reference = trained(0.0)
-    if offset == 0:
-        reference = [
-            dataclasses.replace(each, evaluations={"loss": (1.0, 0.0)}) for each in reference
-        ]
     metrics = choose_metrics(reference)
     assert metrics[0].scale == "absolute" and f"{metrics[0].unit:.3g}" in metrics[0].reason
     for shift, verdict in ((0.0, "pass"), (0.001, "pass"), (0.01, "fail")):
         candidate = trained(shift)
-        if offset == 0:
-            evaluations = {"loss": (1.0, shift)}
-            candidate = [dataclasses.replace(each, evaluations=evaluations) for each in candidate]
         checks = compared(reference, candidate, metrics)
         assert checks[0].verdict == verdict
         training = choose_training(reference, candidate)
@@ -497,13 +481,7 @@ def test_a_candidate_with_a_loss_below_zero_is_compared_by_absolute_differences(
 
 
 def test_near_zero_training_losses_do_not_decide():
-    def overfit(final):
-        losses = tuple(np.geomspace(1.0, final, 40))
-        return [
-            dataclasses.replace(record, losses=losses, loss_scales=(1.0,) * 40)
-            for record in records("x", [1.0, 1.1])
-        ]
-
+    overfit = lambda final: records("x", [1.0, 1.1], losses=list(np.geomspace(1.0, final, 40)))
     assert [(each.name, each.verdict) for each in compared(overfit(1e-5), overfit(2e-5))] == [
         ("held_out_loss", "pass"),
         ("final_loss", "pass"),
@@ -526,8 +504,7 @@ SCORES = "accuracy reward return psnr r2 iou mAP recall@5 top_1 rouge_l f1_macro
 @pytest.mark.parametrize("name", SCORES.split())
 def test_half_of_a_score_fails(name):
     reference, half = (
-        records("fp32", [0.8, 0.82], metric=name, first=0.2),
-        records("x", [0.4, 0.41], metric=name, first=0.2),
+        records("x", finals, metric=name, first=0.2) for finals in ([0.8, 0.82], [0.4, 0.41])
     )
     (check, *_) = compared(reference, half, choose_metrics(reference))
     assert check.verdict == "fail" and abs(check.value) >= 0.4 - 1e-12
@@ -570,12 +547,13 @@ def test_budgets_of_metrics_are_relative_or_absolute():
 def test_a_mean_within_the_rounding_of_fp32_metrics_is_zero():
     """Two accuracies differ by one image of 450 in both directions, rounded to FP32."""
     reference, candidate = (
-        [
-            dataclasses.replace(
-                record, evaluations={"accuracy": (0.1, float(np.float32(count / 450)))}
-            )
-            for record, count in zip(records("x", [1.0] * 3), counts, strict=True)
-        ]
+        records(
+            "x",
+            [float(np.float32(count / 450)) for count in counts],
+            first=0.1,
+            metric="accuracy",
+            losses=[2.0, 1.0],
+        )
         for counts in ((441, 439, 442), (440, 441, 441))
     )
     differences = [
@@ -647,10 +625,18 @@ def make_run(recipe, seed, *, params_seed=None, batch_seed=None):
     return jaxmp.TrainingRun(state=state, step=step, batches=iter(x), evaluate=evaluate)
 
 
-def test_a_run_that_is_not_finite_in_one_seed_has_a_report():
-    def make(recipe, seed):
-        run = make_run(recipe, seed)
+def changed_run(field, make):
+    """Returns `make_run` with a field of `make(run, recipe, seed)`."""
 
+    def changed(recipe, seed):
+        run = make_run(recipe, seed)
+        return dataclasses.replace(run, **{field: make(run, recipe, seed)})
+
+    return changed
+
+
+def test_a_run_that_is_not_finite_in_one_seed_has_a_report():
+    def make(run, recipe, seed):
         def step(state, x):
             loss_fn = lambda params, x: squared_error(lambda x: state.apply_fn(params, x), x)
             loss, grads = state.value_and_grad(loss_fn)(x)
@@ -658,8 +644,9 @@ def test_a_run_that_is_not_finite_in_one_seed_has_a_report():
                 loss, grads = loss * jnp.inf, jax.tree.map(lambda g: g * jnp.nan, grads)
             return state.apply_gradients(grads=grads), {"loss": loss, "grads": grads}
 
-        return dataclasses.replace(run, step=step)
+        return step
 
+    make = changed_run("step", make)
     report = jaxmp.validate(make, ["bf16"], steps=2, seeds=2, compare_steps=[0, 1])
     assert report["bf16"].verdict == "fail" and not report.ok
     assert len(report.runs[2].gradient_norms) == len(report.runs[3].gradient_norms) == 2
@@ -725,19 +712,18 @@ def test_bad_arguments_raise(options, match):
 def test_a_reference_that_diverges_is_named_before_the_candidates_train():
     trained = []
 
-    def make(recipe, seed):
+    def make(run, recipe, seed):
         trained.append(recipe.name)
-        run = make_run(recipe, seed)
 
         def step(state, x):
             new, metrics = run.step(state, x)
             return new, {**metrics, "loss": jnp.where(new.step > 2, jnp.nan, metrics["loss"])}
 
-        return dataclasses.replace(run, step=step)
+        return step
 
     match = r"The reference 'fp32' ends with a training loss of nan .* seed 0, first at step 2"
     with pytest.raises(ValidationError, match=match):
-        jaxmp.validate(make, ["bf16"], steps=4, seeds=1)
+        jaxmp.validate(changed_run("step", make), ["bf16"], steps=4, seeds=1)
     assert set(trained) == {"fp32"}
 
 
@@ -818,21 +804,15 @@ def with_bf16_params(run):
     ],
 )
 def test_a_wrong_run_is_named(field, make, match):
-    def make_wrong(recipe, seed):
-        run = make_run(recipe, seed)
-        return dataclasses.replace(run, **{field: make(run)})
-
+    make_wrong = changed_run(field, lambda run, *_: make(run))
     with pytest.raises(ValidationError, match=match):
         jaxmp.validate(make_wrong, ["bf16"], steps=4, seeds=1)
 
 
 def test_metrics_that_differ_between_recipes_are_named():
-    def make(recipe, seed):
-        run = make_run(recipe, seed)
-        return dataclasses.replace(run, evaluate=lambda state: {recipe.name: jnp.float32(1)})
-
+    evaluate = lambda _, recipe, __: lambda state: {recipe.name: jnp.float32(1)}
     with pytest.raises(ValidationError, match=r"metrics \['bf16'\], and that of 'fp32'"):
-        jaxmp.validate(make, ["bf16"], steps=1, seeds=1)
+        jaxmp.validate(changed_run("evaluate", evaluate), ["bf16"], steps=1, seeds=1)
 
 
 def test_a_wrong_result_of_make_run_is_named():
@@ -879,11 +859,11 @@ def test_a_baseline_detects_each_regression(report, tmp_path):
 
 
 def test_the_check_raises_the_headline():
-    def make(recipe, seed):
-        run = make_run(recipe, seed)
+    def make(run, recipe, seed):
         factor = 1.1 if recipe.name == "bf16" else 1.0
-        return dataclasses.replace(run, evaluate=lambda state: factor * run.evaluate(state))
+        return lambda state: factor * run.evaluate(state)
 
+    make = changed_run("evaluate", make)
     with pytest.raises(ValidationFailedError, match=r"^bf16 FAILS: held-out loss \+10\.?"):
         jaxmp.validate(make, ["bf16"], steps=4, seeds=2, budgets=0.05).check()
 
