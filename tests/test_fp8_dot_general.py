@@ -533,6 +533,10 @@ def test_bad_settings(build, message):
         build()
 
 
+def delayed(x, **options):
+    return fp8.dot_general("delayed")(x, x, LINEAR, **options)
+
+
 @pytest.mark.parametrize(
     ("call", "message"),
     [
@@ -554,29 +558,19 @@ def test_bad_settings(build, message):
         (lambda f, x: fp8.einsum()(0, x, x), r"fp8.einsum\(0, ...\): it is not a string"),
         (lambda f, x: fp8.einsum()("ab,bc", x, "x"), r"fp8.einsum: kernel is str \(x\)"),
         (lambda f, x: f(x, x, LINEAR, state={}), "CurrentScaling has no state"),
-        (lambda f, x: fp8.dot_general("delayed")(x, x, LINEAR), "DelayedScaling needs its state"),
+        (lambda f, x: delayed(x), "DelayedScaling needs its state"),
         (lambda f, x: fp8.dot_general(kernel="left"), "kernel='left' must be 'rhs' or 'lhs'"),
         (lambda f, x: fp8.init_state("current"), "CurrentScaling has no state"),
+        (lambda f, x: delayed(x, state={}), "The state of DelayedScaling has the keys"),
         (
-            lambda f, x: fp8.dot_general("delayed")(x, x, LINEAR, state={}),
-            "The state of DelayedScaling has the keys",
-        ),
-        (
-            lambda f, x: fp8.dot_general("delayed")(
-                x, x, LINEAR, state=fp8.init_state(fp8.DelayedScaling(amax_history_len=3))
-            ),
+            lambda f, x: delayed(x, state=fp8.init_state(fp8.DelayedScaling(amax_history_len=3))),
             r"has shape \(3,\) and dtype float32; with amax_history_len=1024",
         ),
         (
-            lambda f, x: fp8.dot_general("delayed")(
-                x, x, LINEAR, state=dict.fromkeys(fp8.init_state())
-            ),
+            lambda f, x: delayed(x, state=dict.fromkeys(fp8.init_state())),
             r"state\['age'\] has shape \(\) and dtype NoneType",
         ),
-        (
-            lambda f, x: fp8.dot_general("delayed")(x, x, LINEAR, state={"age": x}),
-            r"has the keys .*, not \['age'\]",
-        ),
+        (lambda f, x: delayed(x, state={"age": x}), r"has the keys .*, not \['age'\]"),
     ],
 )
 def test_bad_calls(call, message):

@@ -115,23 +115,15 @@ def test_scaling_without_products_in_fp8_is_a_contradiction(write):
         load_recipe("bf16").replace(fp8="rowwise")
 
 
+OUTSIDE = ["lm_head", "decoder/logits", "head", "mlp_head", "to_logits", "lm_head_proj", "readout"]
+OUTSIDE += ["vit/classifier", "token_embedding", "patch_embed/proj", "stem/conv"]
+OUTSIDE += ["input_projection"]
+
+
 @pytest.mark.parametrize("name", ["fp8", "fp8_delayed", "fp8_rowwise"])
 def test_fp8_recipes_keep_heads_embeddings_and_routers_out(name):
     policies = load_recipe(name).policies
-    for outside in (
-        "lm_head",
-        "decoder/logits",
-        "head",
-        "mlp_head",
-        "to_logits",
-        "lm_head_proj",
-        "readout",
-        "vit/classifier",
-        "token_embedding",
-        "patch_embed/proj",
-        "stem/conv",
-        "input_projection",
-    ):
+    for outside in OUTSIDE:
         assert policies.resolve(outside).matmul == "default", outside
         assert policies.resolve(outside).compute_dtype.name == "bfloat16"
     for router in ("router", "block_3/moe/router", "moe/router/dense", "moe_router"):
@@ -167,12 +159,6 @@ def test_examples_of_the_readme_load(write):
 # ---------------------------------------------------------------------------
 
 
-def test_a_string_is_a_recipe_first_and_a_policy_second():
-    assert as_policy_map("bf16") == as_policy_map("BF16 ") == load_recipe("bf16").policies
-    assert str(as_policy_map("bfloat16").default) == "p=bf16,c=bf16,o=bf16"
-    assert str(as_policy_map("p=f32,c=bf16").default) == "p=f32,c=bf16,o=bf16"
-
-
 def test_a_name_never_reads_the_file_system(write):
     write("not toml", "bf16")
     write("not toml", "mine")
@@ -204,6 +190,7 @@ def test_everything_that_names_policies_is_a_recipe(policies):
 # (None for an error), as in the table of docs/recipes.md.
 STRINGS = [
     ("bf16", "p=f32,c=bf16,o=f32", None),
+    ("BF16 ", "p=f32,c=bf16,o=f32", None),
     ("fp16", "p=f32,c=f16,o=f32", None),
     ("fp32", "p=f32,c=f32,o=f32,matmul=highest", None),
     ("tf32", "p=f32,c=f32,o=f32,matmul=tf32", None),
@@ -213,13 +200,13 @@ STRINGS = [
     *((name, *["p=f16,c=f16,o=f16"] * 2) for name in ("float16", "f16", "half")),
     *((name, *["p=f32,c=f32,o=f32"] * 2) for name in ("float32", "f32", "full")),
     ("p=f32,c=bf16,o=f32", *["p=f32,c=bf16,o=f32"] * 2),
-    ("compute=bf16", *["p=f32,c=bf16,o=bf16"] * 2),
+    *((name, *["p=f32,c=bf16,o=bf16"] * 2) for name in ("compute=bf16", "p=f32,c=bf16")),
 ]
 
 
 @pytest.mark.parametrize(("text", "as_recipe", "as_policy"), STRINGS)
 def test_a_string_has_one_meaning(text, as_recipe, as_policy):
-    rule = Rule("a", "o=bf16")
+    rule, name = Rule("a", "o=bf16"), text.strip().lower()
     recipe = load_recipe(text)
     policies = PolicyMap(text, [rule])
     for policy_map in (recipe.policies, as_policy_map(text), policies, PolicyMap(recipe)):
@@ -228,10 +215,11 @@ def test_a_string_has_one_meaning(text, as_recipe, as_policy):
         assert policy.keep_inputs == () and str(summarized(policy)) == as_recipe
     assert policies.rules == (rule, *recipe.policies.rules)
     assert PolicyMap(text) == recipe.policies == PolicyMap(recipe.policies)
+    assert as_policy_map(text) == load_recipe(name).policies
     assert PolicyMap(recipe, [rule]) == policies == pickle.loads(pickle.dumps(policies))
     assert dataclasses.replace(policies, rules=(rule,)).rules == (rule,)
     if as_policy is None:
-        with pytest.raises(PolicyError, match=f"load_recipe.'{text}'.*policies.default"):
+        with pytest.raises(PolicyError, match=f"load_recipe.'{name}'.*policies.default"):
             get_policy(text)
     else:
         assert str(get_policy(text)) == as_policy
