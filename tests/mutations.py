@@ -1103,6 +1103,11 @@ the audit takes every integer for a small one
 + if is_exact or integers.bound >= 0:
 test_audit_plants.py::test_integers_in_16_bits
 
+the audit takes the least of several bounds of integers
+- return max(labels, key=lambda
++ return min(labels, key=lambda
+test_audit_plants.py::test_integers_in_16_bits
+
 the audit reports powers of two, which are exact in 16 bits
 - if is_exact or integers.bound <= limit:
 + if integers.bound <= limit:

@@ -409,6 +409,7 @@ def test_the_range_of_float16(fn, count):
         (lambda x, n: jnp.arange(257, dtype=BF16), 0),
         (lambda x, n: jnp.arange(300).astype(BF16), 1),
         (lambda x, n: (jnp.arange(300) * 2 % 4).astype(BF16), 0),
+        (lambda x, n: jnp.concatenate([jnp.arange(9), jnp.arange(300)]).astype(BF16), 1),
         (lambda x, n: (2 ** jnp.arange(12)).astype(BF16), 0),
         (lambda x, n: (x > 0).sum().astype(BF16), 1),
         (lambda x, n: (x > 0).astype(BF16), 0),

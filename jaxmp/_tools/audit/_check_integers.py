@@ -291,7 +291,7 @@ def _integers(var: _programs.Atom, audit: _auditor.Auditor) -> Integers | None:
     labels = audit.flow.labels(Integers, var)
     dtype = np.dtype(_checks.dtype_of(var))
     if labels or dtype.kind not in "biu":
-        return labels[0] if labels else None
+        return max(labels, key=lambda integers: integers.bound, default=None)
     if dtype.itemsize == 1:
         return Integers(1 if dtype.kind == "b" else np.iinfo(dtype).max, "counts")
     value = audit.known.value(var) if 0 < var.aval.size <= 2**24 else None
