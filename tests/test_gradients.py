@@ -59,7 +59,8 @@ def test_power_of_two_scales_change_no_bit_in_fp32(getkey, loss_scale):
         (lambda w: jnp.sum(w).astype(jnp.bfloat16), "float32"),
         (jnp.sum, "bfloat16"),
         # The result of a model that contains its loss is cast to FP32.
-        (lambda w: 1 + jnp.sum(w.astype(jnp.bfloat16)).astype(jnp.float32), "float32"),
+        (lambda w: 1 + jnp.sum(w.astype(jnp.bfloat16)).astype(jnp.float32) / 3, "float32"),
+        (jax.jit(lambda w: jnp.sum(w).astype(jnp.bfloat16).astype(jnp.float32)), "float32"),
     ],
 )
 def test_a_rounded_loss_warns_once_at_the_line_of_the_user(loss, dtype):
@@ -69,6 +70,17 @@ def test_a_rounded_loss_warns_once_at_the_line_of_the_user(loss, dtype):
             jaxmp.value_and_grad(loss)(jnp.ones(3, dtype))
     (warning,) = caught
     assert "computed in bfloat16" in str(warning.message) and warning.filename == __file__
+
+
+def test_scalar_parameters_in_16_bits_are_no_rounded_loss():
+    def loss(params):
+        weight = params["weight"].astype(jnp.bfloat16).astype(jnp.float32)
+        for _ in range(64):
+            weight = weight + 0.01 * weight
+        return jnp.sum(params["w"]) * jnp.exp(-weight) + weight
+
+    for dtype in (jnp.float32, jnp.bfloat16):
+        jaxmp.value_and_grad(loss)({"w": jnp.ones(3), "weight": jnp.ones((), dtype)})
 
 
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])

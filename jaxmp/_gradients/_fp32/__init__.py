@@ -18,6 +18,7 @@ from collections.abc import Callable, Set
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.core import Tracer
 
 from jaxmp import _core, _programs
@@ -82,7 +83,8 @@ def with_fp32_gradients(
         _core.warn_user(_READS_VALUES)
         return fn, inputs
     closed = traced.closed
-    _check_loss(closed)
+    if (dtype := _rounded_dtype(closed, closed.jaxpr.outvars[0])) is not None:
+        warn_of_rounded_loss(dtype)
     if not _computes_in_16_bits(closed):
         is_param = [False] * len(leaves)
 
@@ -97,18 +99,36 @@ def with_fp32_gradients(
     return fn_in_fp32, structure.unflatten(in_fp32)
 
 
-def _check_loss(closed: _compat.ClosedJaxpr) -> None:
-    """Warns of a loss that is a 16-bit scalar before a cast, such as that at the end of a model."""
-    body, pending = _programs.Body(closed), [closed.jaxpr.outvars[0]]
+def _rounded_dtype(jaxpr: _compat.AnyJaxpr, loss: _programs.Atom) -> np.dtype | None:
+    """Returns the 16-bit dtype of a computed scalar from which casts, sums and factors make a loss.
+
+    None if there is no such scalar. Parameters and constants in 16 bits are not computed.
+    """
+    body, pending, seen = _programs.Body(jaxpr), [loss], set[_programs.Atom]()
     while pending:
-        maker = body.maker(pending.pop())
-        if maker is None or maker.primitive.name not in ("convert_element_type", "add"):
+        var = pending.pop()
+        maker = body.maker(var)
+        if maker is None or var in seen:
             continue
-        for operand in maker.invars:
-            if is_16bit_aval(operand.aval) and operand.aval.size == 1:
-                warn_of_rounded_loss(operand.aval.dtype)
-                return
-            pending.append(operand)
+        seen.add(var)
+        name = maker.primitive.name
+        if is_16bit_aval(var.aval) and var.aval.size == 1:
+            if body.maker(body.source_of(var, _CASTS)) is not None:
+                return var.aval.dtype
+        elif name in _programs.CALLS:
+            inner = _programs.inners(maker)[0]
+            result = inner.jaxpr.outvars[maker.outvars.index(var)]
+            if (dtype := _rounded_dtype(inner.jaxpr, result)) is not None:
+                return dtype
+        elif name in _CASTS or name == "add":
+            pending += maker.invars
+        elif name in ("mul", "div"):
+            operands = [each for each in maker.invars if not _programs.is_literal(each)]
+            pending += operands * (len(operands) == 1)
+    return None
+
+
+_CASTS = _core.named("convert_element_type")
 
 
 def _computes_in_16_bits(closed: _compat.ClosedJaxpr) -> bool:
