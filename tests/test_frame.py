@@ -256,10 +256,8 @@ def test_a_file_knows_few_others_and_a_training_none_of_the_tools():
 
 
 def test_no_file_has_more_than_500_lines():
-    files = (ROOT / "jaxmp").rglob("*.py")
-    lengths = {path: path.read_text("utf-8").count("\n") for path in files}
-    assert [path for path, length in lengths.items() if length > 500] == []
-    assert len(lengths) > 100
+    lengths = {p: p.read_text("utf-8").count("\n") for p in (ROOT / "jaxmp").rglob("*.py")}
+    assert len(lengths) > 100 and not [p for p, length in lengths.items() if length > 500]
 
 
 @pytest.mark.parametrize("room", WHOLE_ROOMS)
