@@ -1501,6 +1501,11 @@ a baseline allows another line of the same module
 test_audit.py::test_a_baseline_compares_findings_and_not_counts
 """,
     "jaxmp/_tools/audit/_trace.py": r"""
+gradients under other names make parameters of all inputs
+- is_named if any(is_named) else [shape
++ is_named if is_named else [shape
+test_memory.py::test_gradients_under_other_names_tell_the_parameters
+
 an input with the shape of a result is taken for a parameter
 - known = {(_name(path), aval.shape)
 + known = {("", aval.shape)

@@ -70,6 +70,15 @@ MESH = jax.make_mesh((2,), ("data",), devices=jax.devices()[:2], axis_types=(Axi
 ON_ROWS = NamedSharding(MESH, P("data"))
 
 
+def test_gradients_under_other_names_tell_the_parameters():
+    def step(params, x):
+        grads = jax.grad(lambda params: jnp.sum(jnp.tanh(x @ params["w"])))(params)
+        return {"dw": grads["w"]}
+
+    params = {"w": PARAMS[0]}
+    assert jaxmp.estimate_memory(step, params, ROWS).kinds["inputs"] == size_of(ROWS)
+
+
 def test_residuals_and_remat():
     array = size_of(ROWS)
     saved = jaxmp.estimate_memory(jax.grad(squares), PARAMS, ROWS)

@@ -125,15 +125,19 @@ class Traced:
         """Returns for each array whether it may be a parameter, or belong to an optimizer's state.
 
         A step returns or writes its parameters, or gradients of the same shapes, under the same
-        names or without names. If no argument has such a result, each of them may be a parameter.
+        names or without names. If no argument has such a result, those with the shape of a result
+        may be parameters, and if there are none, all may be.
         """
         known = {(_name(path), aval.shape) for path, aval in self.results if aval.size > 1}
+        shapes = {shape for _, shape in known}
+        rows = [(_name(leaf.path[2:]), leaf.value.shape) for leaf in self.leaves]
+        is_named = [not known.isdisjoint([(name, shape), ("", shape)]) for name, shape in rows]
+        is_returned = is_named if any(is_named) else [shape in shapes for _, shape in rows]
         is_owned = lambda leaf: leaf.in_optimizer or leaf.role == _roles.PARAMETER
-        is_returned = lambda leaf: (
-            not known.isdisjoint((name, leaf.value.shape) for name in (_name(leaf.path[2:]), ""))
-        )
-        flags = [is_owned(leaf) or is_returned(leaf) for leaf in self.leaves]
-        flags = [flag or number in self.written for number, flag in enumerate(flags)]
+        flags = [
+            is_owned(leaf) or returned or number in self.written
+            for number, (leaf, returned) in enumerate(zip(self.leaves, is_returned, strict=True))
+        ]
         return flags if any(flags) else [True] * len(flags)
 
     def roles(self) -> list[str]:
