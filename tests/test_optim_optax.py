@@ -145,7 +145,7 @@ def test_line_searches_differentiate_with_the_loss_scale(around):
     tx, recipe = optax.sgd(1.0), jaxmp.load_recipe("fp16")
     chain = lambda tx: optax.chain(tx, SEARCH)
     tx = chain(recipe.optimizer(tx)) if around else recipe.optimizer(chain(tx))
-    small = lambda w: jnp.sum(w.astype(jnp.float16)).astype(jnp.float32) * 1e-9
+    small = lambda w: jnp.sum((w.astype(jnp.float16) * 2).astype(jnp.float32)) * 5e-10
     state = jaxmp.TrainState.create(apply_fn=None, params=jnp.ones(2), tx=tx)
     loss, grads = state.value_and_grad(small)()
     extra_args = {"value": loss, "grad": grads, "value_fn": small}
