@@ -370,6 +370,9 @@ PARSER = "import argparse\np = argparse.ArgumentParser()\np.add_argument('--lr')
     [
         ("types.py", STEP),
         ("jax.py", STEP),
+        # A module that no one has imported yet.
+        ("zipapp.py", f"import zipapp\nzipapp.create_archive\n{STEP}"),
+        ("step.v2.py", STEP),
         ("parser.py", PARSER + STEP),
         (
             "my_package/inner/train.py",

@@ -202,16 +202,18 @@ def load_function(
 
 def _import(file: str, module: str) -> ModuleType:
     """Imports a module by its name from the current directory, or a file by its path."""
-    folder = os.getcwd()
+    folder, is_apart = os.getcwd(), False
     if file:
-        folder, name = os.path.split(file)
-        module = name.removesuffix(".py")
+        folder, name = os.path.split(file.removesuffix(".py"))
+        module = name
         while os.path.exists(os.path.join(folder, "__init__.py")):
             folder, package = os.path.split(folder)
             module = f"{package}.{module}"
-    sys.path.insert(0, folder)
-    if file and module in sys.modules and getattr(sys.modules[module], "__file__", "") != file:
-        # Another module has this name, such as `types` or `jax`.
+        # `step.v2` cannot be imported by its name, and `types` and `flax` are other modules.
+        is_apart = "." in name or _is_other(module, file)
+    # The imports of a file called `flax.py` mean the library.
+    sys.path.insert(len(sys.path) if is_apart else 0, folder)
+    if is_apart:
         module = f"{module}.py"
         spec = importlib.util.spec_from_file_location(module, file)
         assert spec is not None and spec.loader is not None
@@ -219,6 +221,14 @@ def _import(file: str, module: str) -> ModuleType:
         spec.loader.exec_module(sys.modules[module])
         return sys.modules[module]
     return importlib.import_module(module)
+
+
+def _is_other(module: str, file: str) -> bool:
+    """Returns True if the name of a file is that of a module in another file."""
+    if module in sys.modules:
+        return getattr(sys.modules[module], "__file__", "") != file
+    spec = None if "." in module else importlib.util.find_spec(module)
+    return spec is not None and spec.origin != file
 
 
 def split_items(text: str) -> list[str]:
