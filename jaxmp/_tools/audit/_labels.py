@@ -35,6 +35,7 @@ class WasFp8(NamedTuple):
     name: str
 
 
+# Order of creation in the process, by which the labels of one value are sorted.
 _NUMBERS = itertools.count()
 
 

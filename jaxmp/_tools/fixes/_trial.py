@@ -29,6 +29,8 @@ WORKS, FAILS, NOT_TRIED = "works", "fails", "not tried"
 _MOST_TRIALS = 10
 # Fixes that follow from another one.
 _MOST_LAYERS = 3
+# Numbers of the trials in the process: a part of the key of JAX's caches, so that none finds the
+# trace of another one.
 _VERSIONS = itertools.count(1)
 
 Edits = frozenset[Edit]

@@ -137,6 +137,7 @@ class ParityReport(_views.Report):
       cause: the first operation that differs by more than rounding explains; None if there is none.
       searched: True if the programs were run one operation at a time, since their outputs differ.
       by_operations: mean absolute difference of these runs.
+      unknown: operations that contain functions, which these runs do not enter.
 
     Example:
       >>> report = jaxmp.parity(jnp.tanh, jnp.tanh, [jnp.ones((2, 4))], outputs="outputs")
@@ -156,6 +157,7 @@ class ParityReport(_views.Report):
     cause: _parity_search.ParityCause | None
     searched: bool
     by_operations: float
+    unknown: tuple[str, ...] = ()
 
     def _sections(self, full: bool) -> list[_section.Section]:
         total = self.rows[0]
@@ -177,9 +179,11 @@ class ParityReport(_views.Report):
         total = self.rows[0]
         count = f"{_section.share_text(total.band)} of {total.count:,} outputs"
         text = f"{count} have a ratio in 0.999 to 1.002"
+        if self.unknown:
+            text += f"; the operations inside of {', '.join(self.unknown)} are not compared"
         if self.cause is not None:
             return f"{text}; first difference: {_location(self.cause)}"
-        if not self.searched:
+        if not self.searched or self.unknown:
             return text
         if self.by_operations < 0.1 * total.difference:
             return f"{text}; the difference is in the compiled code: the operations agree"
@@ -283,13 +287,13 @@ def parity(
         _check_nan(x, y, number)
     x, y = (np.concatenate(list(map(np.atleast_1d, each))) for each in zip(*pairs, strict=True))
     rows = rows_of(x, y, outputs)
-    cause, before = None, 0.0
+    cause, before, unknown = None, 0.0, set[str]()
     is_equal = all(np.array_equal(x, y, equal_nan=True) for x, y in pairs)
     if search and not is_equal:
         distances = [rows_of(x, y, outputs)[0].difference for x, y in pairs]
         batch = batches[int(np.argmax(distances))]
         first, second = (_programs.trace(each, batch, {}) for each in (functions[0], served))
-        cause, before = _parity_search.find_cause(first, second, shift)
+        cause, before, unknown = _parity_search.find_cause(first, second, shift)
     return ParityReport(
         outputs=outputs,
         batches=len(batches),
@@ -297,6 +301,7 @@ def parity(
         cause=cause,
         searched=search and not is_equal,
         by_operations=before,
+        unknown=tuple(sorted(unknown)),
     )
 
 

@@ -98,8 +98,9 @@ class _Candidate(NamedTuple):
 
 def find_cause(
     train: _programs.Traced, serve: _programs.Traced, shift: int
-) -> tuple[ParityCause | None, float]:
-    """Returns the cause of a mismatch, and the mismatch of both programs run by operations.
+) -> tuple[ParityCause | None, float, set[str]]:
+    """Returns the cause of a mismatch, the mismatch of both programs run by operations, and the
+    operations whose functions are not compared.
 
     Args:
       train, serve: the programs.
@@ -111,14 +112,15 @@ def find_cause(
     )
     swapped = (serve, train), -shift, PROGRAM_NAMES[::-1]
     if serve_is_fixed and not train_is_fixed:
-        return _Search(*swapped).cause()
+        search = _Search(*swapped)
+        return *search.cause(), search.unknown
     search = _Search((train, serve), shift, PROGRAM_NAMES)
     cause, before = search.cause()
     is_done = cause is not None and cause.kind == "dtype"
     if not is_done and search.is_coarser and not train_is_fixed:
         other, _ = _Search(*swapped).cause()
         cause = other if other is not None and other.kind == "dtype" else cause
-    return cause, before
+    return cause, before, search.unknown
 
 
 class _Run:
@@ -167,7 +169,8 @@ class _Search:
     ) -> None:
         self.changed, self.shift = programs[1], shift
         walks = [_walk.walk(each.closed, each.arrays) for each in programs]
-        (first, self.outputs), (second, others) = walks
+        (first, self.outputs, unknown), (second, others, more) = walks
+        self.unknown = unknown | more
         self.runs = _Run(names[0], first), _Run(names[1], second)
         self.before = self._mismatch(others)
         # True if the first program rounds more.
@@ -182,7 +185,7 @@ class _Search:
 
     def _run_with(self, changes: Changes) -> tuple[list[_walk.ResultRecord], float]:
         """Returns the results of the second program with changes, and the mismatch."""
-        records, outputs = _walk.walk(self.changed.closed, self.changed.arrays, changes)
+        records, outputs, _ = _walk.walk(self.changed.closed, self.changed.arrays, changes)
         return records, self._mismatch(outputs)
 
     def cause(self) -> tuple[ParityCause | None, float]:

@@ -7,6 +7,7 @@ import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+from jaxmp._tools.audit._rows import NOT_INSPECTED
 from jaxmp._tools.report._section import (
     Fix,
     Section,
@@ -336,7 +337,13 @@ def validation_sections(report: ValidationReport, full: bool) -> list[Section]:
     sections = [_causes(report), _figures(report)]
     for candidate in report.candidates:
         sections += _candidate_sections(report, candidate, full)
-    sections.append(Section("Notes", text=" ".join(report.notes)))
+    unseen = [note for note in report.notes if NOT_INSPECTED in note]
+    others = [note for note in report.notes if note not in unseen]
+    sections = [
+        Section("Incomplete", " ".join(unseen)),
+        *sections,
+        Section("Notes", " ".join(others)),
+    ]
     verdicts = [Section(each.headline, mood=_MOODS[each.verdict]) for each in report.candidates]
     return verdicts + nonempty(sections)
 

@@ -186,18 +186,18 @@ def walk(
     closed: ClosedJaxpr,
     arrays: Sequence[Any],
     changes: Mapping[int, Change] = MappingProxyType({}),
-) -> tuple[list[ResultRecord], list[_core.Array]]:
-    """Runs a program, and returns the records of its operations and its results.
+) -> tuple[list[ResultRecord], list[_core.Array], set[str]]:
+    """Runs a program. Returns the records of its operations, its results, and unknown operations.
 
     Example:
       >>> closed = jax.make_jaxpr(lambda x: jnp.exp(x) + 1)(jnp.zeros(2, jnp.bfloat16))
-      >>> records, (result,) = walk(closed, [jnp.ones(2, jnp.bfloat16)])
+      >>> records, (result,), _ = walk(closed, [jnp.ones(2, jnp.bfloat16)])
       >>> [(record.primitive, record.dtype.name) for record in records], result.dtype.name
       ([('exp', 'bfloat16'), ('add', 'bfloat16')], 'float32')
     """
     run = _Walk(changes)
     results = run.run(closed, list(map(run.constant, arrays)))
-    return run.records, [value.array for value in results]
+    return run.records, [value.array for value in results], run.unknown
 
 
 # ---------------------------------------------------------------------------
