@@ -174,7 +174,7 @@ def test_command(command, write, tmp_path):
         "run_plan.py",
     )
     plan = ["plan", f"{file}:make_step", "--recipes", "bf16,fp16", "--targets", "v100"]
-    more = ["--batches", "2, 4", "--remat", "false,true", "--json", "plan.json"]
+    more = ["--batches", "2, 4", "--remat", "False, true", "--json", "plan.json"]
     code, out, _ = command(*plan, *more)
     assert code == 0 and "Plan of make_step" in out
     report = PlanReport.from_json((tmp_path / "plan.json").read_text())
@@ -183,6 +183,8 @@ def test_command(command, write, tmp_path):
     }
     for wrong, message in (
         (["--remat", "maybe"], "--remat false,true"),
+        (["--remat", ""], "remat=[False, True]"),
+        (["--price", "v100=2,v100=3"], "two numbers for v100"),
         (["--batches", "many"], "batches=[8, 16]"),
     ):
         code, _, error = command(*plan, *wrong)

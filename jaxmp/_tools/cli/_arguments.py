@@ -252,11 +252,13 @@ def split_recipes(text: str) -> list[str]:
 
 def split_numbers(text: str, option: str, example: str = "h100=2.5") -> dict[str, float]:
     """Returns the numbers of `name=number,...`."""
-    numbers = {}
+    numbers: dict[str, float] = {}
     for item in split_items(text):
-        name, _, number = item.partition("=")
+        name, _, number = map(str.strip, item.partition("="))
+        if name in numbers:
+            raise JaxmpError(f"{option} {text!r} has two numbers for {name}. Write one.")
         try:
-            numbers[name.strip()] = float(number)
+            numbers[name] = float(number)
         except ValueError:
             raise JaxmpError(
                 f"{option} {item!r} is not a number: write {option} {example}."
@@ -267,8 +269,8 @@ def split_numbers(text: str, option: str, example: str = "h100=2.5") -> dict[str
 def split_values(text: str | None) -> Any:
     """Returns the items of a list as numbers, booleans or text; None and "largest" stay as is."""
     named: dict[str, Any] = {"true": True, "false": False}
-    items = [named.get(x, int(x) if x.isdecimal() else x) for x in split_items(text or "")]
-    return text if text in (None, "largest") else items
+    items = [named.get(x.lower(), int(x) if x.isdecimal() else x) for x in split_items(text or "")]
+    return "largest" if items == ["largest"] else items if text is not None else None
 
 
 def call(description: str, function: Callable[[], T]) -> T:

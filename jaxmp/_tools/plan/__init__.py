@@ -138,7 +138,10 @@ def make_plan(
     return report
 
 
-_EXAMPLE = "recipes=['bf16', 'fp8'], targets=['h100'], batches=[8, 16], or batches='largest'"
+_EXAMPLE = (
+    "recipes=['bf16', 'fp8'], targets=['h100'], remat=[False, True], batches=[8, 16], or "
+    "batches='largest'"
+)
 
 
 def check_plan(
@@ -204,7 +207,7 @@ def check_plan(
         is_table = all(key in known and _core.is_between(value, 1e-9, 1e15) for key, value in items)
         if values is not None and not is_table:
             raise AuditError(
-                f"{option}={values!r}: write positive numbers for {', '.join(known)}, such as "
+                f"{option}={values!r}: write positive numbers for {', '.join(known)} only, such as "
                 f"{option}={{{known[0]!r}: 2.5}}, or --{option[:-1]} {known[0]}=2.5."
             )
     return recipes, chips
