@@ -313,6 +313,7 @@ def test_results_replace_earlier_ones_alone(command, write, tmp_path):
         "own.json": '{"name": "package"}',
         "rows.json": "[]",
         "own.html": "<p>",
+        "__init__.py": "",
         "answer.json": '{"choices": []}',
     }
     for name, text in files.items():
@@ -324,7 +325,7 @@ def test_results_replace_earlier_ones_alone(command, write, tmp_path):
     assert command(*memory, "--json", "empty.json")[0] == 0
     assert "parameters" in (tmp_path / "empty.json").read_text()
     before = (tmp_path / "old.json").read_text()
-    refused = [[*memory, "--json", name] for name in ("own.json", "rows.json")]
+    refused = [[*memory, "--json", name] for name in ("own.json", "rows.json", "__init__.py")]
     refused += [[*memory, "--html", name] for name in ("own.html", "own.json")]
     refused += [["recipes", "--json", name] for name in ("step.py", "old.json", "own.html")]
     refused += [["show", "bf16", "--json", "old.json"], ["doctor", "--json", "own.json"]]

@@ -185,6 +185,7 @@ def test_command(command, write, tmp_path):
         (["--remat", "maybe"], "--remat false,true"),
         (["--remat", ""], "remat=[False, True]"),
         (["--price", "v100=2,v100=3"], "two numbers for v100"),
+        (["--rate", "v100/bf16=x"], "write --rate h100/bf16=39000"),
         (["--batches", "many"], "batches=[8, 16]"),
     ):
         code, _, error = command(*plan, *wrong)

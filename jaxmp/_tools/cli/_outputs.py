@@ -151,7 +151,7 @@ def check_outputs(command: str, parameters: Mapping[str, object]) -> None:
 
 
 def _is_earlier(command: str, kind: str, path: str) -> bool:
-    """Returns True for an empty file, and for an earlier result of a command.
+    """Returns True for an earlier result of a command, and for an empty file that is no module.
 
     Args:
       command: its name.
@@ -160,9 +160,11 @@ def _is_earlier(command: str, kind: str, path: str) -> bool:
     """
     try:
         text = Path(path).read_text("utf-8")
-        if not text or kind == "html":
+        if not text:
+            return not path.endswith(".py")  # such as __init__.py
+        if kind == "html":
             is_page = text.startswith("<!doctype html>") and 'class="jaxmp"' in text
-            return not text or (is_page and f"<title>{_TITLES[command]}</title>" in text)
+            return is_page and f"<title>{_TITLES[command]}</title>" in text
         rows = json.loads(text)
         first = rows[0] if command == "recipes" else rows
         return isinstance(first, dict) and set(_KEYS[command].split()) <= first.keys()

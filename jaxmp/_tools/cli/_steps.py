@@ -400,7 +400,7 @@ def run_plan(
         "recipes": _arguments.split_recipes(recipes),
         "targets": _arguments.split_items(targets),
         "prices": _arguments.split_numbers(price, "--price"),
-        "rates": _arguments.split_numbers(rate, "--rate"),
+        "rates": _arguments.split_numbers(rate, "--rate", "h100/bf16=39000"),
         "hosts": hosts,
         "links": _arguments.split_numbers(link, "--link", "between=100e9"),
         "cache": cache or None,
