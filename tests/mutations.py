@@ -1539,9 +1539,14 @@ a result of the command replaces a file of somebody else
 + isinstance(first, dict)
 test_cli_inputs.py::test_results_replace_earlier_ones_alone
 
+an empty module is replaced
+- return not path.endswith(".py")
++ return True
+test_cli_inputs.py::test_results_replace_earlier_ones_alone
+
 a page of another command is replaced
-- (is_page and f"<title>{_TITLES[command]}</title>" in text)
-+ is_page
+- return is_page and f"<title>{_TITLES[command]}</title>" in text
++ return is_page
 test_cli_inputs.py::test_results_replace_earlier_ones_alone
 
 a link to itself is replaced by a file
