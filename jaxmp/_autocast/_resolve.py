@@ -98,6 +98,7 @@ class AutocastConfig:
         self.scaling = _scaling_of(policies)
         self.policies, self.ops = policies, ops
         self.by_path = bool(policies.rules)
+        # The operations of a scope share it.
         self.scope_policy = functools.cache(self._scope_policy)
 
     @property

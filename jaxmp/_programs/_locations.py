@@ -103,6 +103,7 @@ class Lines:
     """Finds the line of the user's code that an equation comes from."""
 
     def __init__(self) -> None:
+        # The frames of all equations are in few files.
         self.is_own = functools.cache(self._is_own)
         self._folders = tuple(_folders())
         self._standard = sysconfig.get_path("stdlib") + os.sep

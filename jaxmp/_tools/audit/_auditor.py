@@ -41,6 +41,7 @@ class PolicyContext:
         sentence = "Keep the FP32 result, and let autocast multiply its gradient in 16 bits"
         outside = "outside of derivatives in the loss, such as `jax.jvp`"
         self.gradient_fix = f"{sentence}, {outside}:\n    {self.loss_code}"
+        # Many operations are in one scope.
         self.allowed_dtypes = functools.cache(self._allowed_dtypes)
 
     def _allowed_dtypes(self, names: _programs.Path) -> frozenset[Any]:

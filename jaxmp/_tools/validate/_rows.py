@@ -337,15 +337,10 @@ def validation_sections(report: ValidationReport, full: bool) -> list[Section]:
     sections = [_causes(report), _figures(report)]
     for candidate in report.candidates:
         sections += _candidate_sections(report, candidate, full)
-    unseen = [note for note in report.notes if NOT_INSPECTED in note]
-    others = [note for note in report.notes if note not in unseen]
-    sections = [
-        Section("Incomplete", " ".join(unseen)),
-        *sections,
-        Section("Notes", " ".join(others)),
-    ]
+    sections.append(Section("Notes", " ".join(n for n in report.notes if NOT_INSPECTED not in n)))
+    unseen = Section("Incomplete", " ".join(n for n in report.notes if NOT_INSPECTED in n))
     verdicts = [Section(each.headline, mood=_MOODS[each.verdict]) for each in report.candidates]
-    return verdicts + nonempty(sections)
+    return verdicts + nonempty([unseen, *sections])
 
 
 def _causes(report: ValidationReport) -> Section:
