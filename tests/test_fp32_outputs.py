@@ -325,8 +325,13 @@ def test_differences_of_one_result_are_not_reported():
         outputs = jnp.tanh(features(w, x))
         return ((outputs - outputs.mean(-1, keepdims=True).astype(BF16).astype(F32)) ** 2).mean()
 
+    def rotated(w, x):
+        q, angle = features(w, x), jnp.arange(16.0)[None]
+        parts = q[:, :16] * jnp.cos(angle) - q[:, 16:] * jnp.sin(angle)
+        return jnp.mean(parts**2) + jnp.square(jnp.cross(q[:, 1:4], q[:, 2:5])).mean()
+
     w = np.ones((8, 32), "f4")
-    assert not any(rounded(loss, w, X) for loss in (normalized, running_maximum))
+    assert not any(rounded(loss, w, X) for loss in (normalized, running_maximum, rotated))
     assert audit(jax.grad(centered), w, X).ok and len(rounded(regression, w, X)) == 1
 
 

@@ -11,6 +11,7 @@ from jaxmp import _core
 from jaxmp._core import _compat, named
 from jaxmp._programs._analysis import Forward, primitives
 from jaxmp._programs._constructs import CONSTRUCTS
+from jaxmp._programs._distances import SAME
 from jaxmp._programs._interpreter import Frame
 from jaxmp._programs._jaxprs import array_aval
 from jaxmp._programs._locations import call_stack
@@ -23,13 +24,14 @@ SOLVERS = named(
 )
 # Factorizations whose first result is an orthogonal matrix, the Q of QR.
 _ORTHOGONAL = named("householder_product qr")
-# Facts: the value does not depend on an argument; or it is computed from the results of
-# factorizations and solves, and constants, alone.
-_CONSTANT, _SOLUTION = "constant", "solution"
+# Facts: the value does not depend on an argument; it is computed from the results of factorizations
+# and solves, and constants, alone; or it is a product of such, `p @ inv(w)`, perhaps transposed,
+# whose product with `x` has the error of `p @ (inv(w) @ x)`.
+_CONSTANT, _SOLUTION, _GAIN = "constant", "solution", "gain"
 
 
 class _Solutions(Forward):
-    """Fact of each value: one of these two, the call stack of the matmul that made it, or None."""
+    """Fact of each value: one of these, the call stack of the matmul that made it, or None."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -46,17 +48,19 @@ class _Solutions(Forward):
         pairs = [(var, fact) for var, fact in pairs if _core.is_float(var.aval)]
         facts = {fact for _, fact in pairs} - {_CONSTANT}
         stack = call_stack(equation) if name in MATMULS else None
-        if stack and _SOLUTION in facts:
+        if stack and facts & {_SOLUTION, _GAIN}:
             # With what another matmul computed for it: `inv(x.T @ x) @ (x.T @ y)`.
             self.found |= {stack, *facts}
-        result = _CONSTANT if not facts else stack
+        result = _GAIN if stack and _SOLUTION in facts else stack if facts else _CONSTANT
         if name in SOLVERS or facts == {_SOLUTION}:
             result = _SOLUTION
         elif facts and name not in MATMULS:
             # A bias or a mean has another size, and the sum still counts as the matmul's result.
             size = array_aval(equation.outvars[0]).size
             own = {fact for var, fact in pairs if fact or array_aval(var).size == size}
-            own -= {_CONSTANT}
+            # An innovation, `y - c @ x`, has the rounding error of its matmul.
+            own -= {_CONSTANT, *({None} if name == "sub" else ())}
+            own -= set() if name in SAME else {_GAIN}
             result = own.pop() if len(own) == 1 else None
         dtypes = {_core.dtype_of(var.aval) for var in equation.outvars}
         is_rounded = not dtypes.isdisjoint(_core.FLOATS_16BIT)
@@ -72,4 +76,4 @@ def products_of_solutions(jaxpr: _compat.AnyJaxpr) -> set[Any]:
     solutions = _Solutions()
     if not SOLVERS.isdisjoint(primitives(jaxpr)):
         solutions.run(jaxpr, [None] * len(_compat.jaxpr_body(jaxpr)[0].invars))
-    return solutions.found - {None, (), _SOLUTION}
+    return solutions.found - {None, (), _SOLUTION, _GAIN}

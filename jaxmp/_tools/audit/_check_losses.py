@@ -367,7 +367,10 @@ def _are_slices(
     other: _programs.Atom,
     op: OpOccurrence,
 ) -> bool:
-    """Returns True for different slices of a rounded value: the values of two time steps."""
+    """Returns True for different slices of a rounded value: the values of two time steps.
+
+    A rotation or a cross product subtracts products of both slices, not the slices.
+    """
 
     def is_slice(source: _programs.Atom) -> bool:
         maker = op.body.maker(source)
@@ -375,8 +378,12 @@ def _are_slices(
             return False
         return _has_error(rounding, maker.invars[0])
 
-    first, second = (set(filter(is_slice, _dataflow.near(each, op.body))) for each in (var, other))
-    return bool(first - second and second - first)
+    slices = lambda *through: [
+        set(filter(is_slice, _dataflow.near(each, op.body, *through))) for each in (var, other)
+    ]
+    first, second = slices()
+    is_summand = any(slices(_KEEPS_ERROR - {"mul"}))
+    return is_summand and bool(first - second and second - first)
 
 
 _SLICES = _core.named("slice dynamic_slice gather split broadcast_in_dim")

@@ -78,7 +78,7 @@ def check_promotion(op: OpOccurrence) -> None:
 def report_matmul(op: OpOccurrence, matmul: _programs.Matmul, flops: int) -> None:
     """Reports promotions that make a matmul wide; their fix is that of the matmul, too."""
     is_wide = bool({_core.FLOAT32, _core.FLOAT64} & {matmul.lhs, matmul.rhs})
-    if not is_wide or not op.is_forward or _checks.is_internal_matmul(op, matmul):
+    if not is_wide or not op.is_forward or _is_fp32_by_design(op, matmul):
         return
     harm = f", and the matmul at {op.where} ({op.name}) reads it"
     for label in op.labels(PromotedValue, *op.operands[:2]):
