@@ -186,6 +186,8 @@ def test_the_matmuls_of_a_promotion_have_its_fix(policies):
     """One change removes the promotion and all matmuls in FP32 that it causes."""
     gradient = jax.grad(lambda x, w: into_matmul(x, w).astype(jnp.float32).sum(), (0, 1))
     errors = audit(gradient, X, W, recipe=policies).errors
+    here = lambda x, w: (x * np.float32(0.5) @ w).astype(jnp.float32)
+    assert "This is the promotion" not in str(audit(here, X, W, recipe=policies))
     assert {f.check for f in errors} >= {"implicit_promotion", "mixed_operands"}
     assert all("which does not promote:\n    x * 0.5" in f.fix for f in errors)
     mended = lambda x, w: matmul(x * 0.5, w).astype(jnp.float32).sum()

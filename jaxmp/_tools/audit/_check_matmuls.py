@@ -83,7 +83,8 @@ def report_matmul(op: OpOccurrence, matmul: _programs.Matmul, flops: int) -> Non
     harm = f", and the matmul at {op.where} ({op.name}) reads it"
     for label in op.labels(PromotedValue, *op.operands[:2]):
         label.report(harm, flops)
-        fix = f"{label.fix}\nThis is the promotion at {label.op.where}."
+        is_here = label.op.line == op.line
+        fix = label.fix if is_here else f"{label.fix}\nThis is the promotion at {label.op.where}."
         op.audit.promotion_fixes.setdefault((op.location.names, op.line), fix)
 
 
@@ -431,7 +432,7 @@ def check_sizes(op: OpOccurrence, matmul: _programs.Matmul, flops: int) -> None:
     multiple = _programs.multiple_of(dtype) if matmul.lhs != _core.FLOAT64 else 1
     roles = "K" * op.is_forward if _is_mapped(op) else "KMN"
     sizes = {r: n for r, n in matmul.widths.items() if n % multiple and r in roles}
-    if not sizes:
+    if not sizes or _has_sizes_of_data(op):
         return
     paddings = {role: _programs.padded(size, multiple) for role, size in sizes.items()}
     text = ", ".join(f"{role} = {size} (pad to {paddings[role]})" for role, size in sizes.items())
@@ -452,6 +453,17 @@ def check_sizes(op: OpOccurrence, matmul: _programs.Matmul, flops: int) -> None:
     is_data = lambda n: n < multiple or (finding.op.line, n) in outputs
     waste = math.prod(paddings[role] / n for role, n in sizes.items() if not is_data(n)) - 1
     finding.harmed_flops += waste * flops
+
+
+# Libraries without layers, and functions of JAX that are no matmuls.
+_OF_DATA = ("/optax/", "/rlax/", "/distrax/", "/diffrax/", "/lineax/", "/_src/image/", "linalg.py")
+
+
+def _has_sizes_of_data(op: OpOccurrence) -> bool:
+    """Returns True for a matmul inside of a loss or a decomposition, whose sizes nobody chose."""
+    inside = itertools.takewhile(lambda c: not op.findings.lines.is_own(c.co_filename), op.codes)
+    files = [code.co_filename.replace("\\", "/") for code in inside]
+    return any(part in file for file in files for part in _OF_DATA)
 
 
 def _is_mapped(op: OpOccurrence) -> bool:

@@ -321,10 +321,12 @@ def shapes_by_source(body: _programs.Body) -> dict[tuple[Any, str, Any], set[tup
 
 
 def _is_read_exactly(op: OpOccurrence, function: str) -> bool:
-    """Returns True for a result that a logarithm reads, and for probabilities of a difference.
+    """Returns True for a loss, a result that a logarithm reads, and probabilities of a difference.
 
-    A cast of the result to 16 bits would round what these magnify.
+    A cast of the result to 16 bits would round what is summed, or what these magnify.
     """
+    if function.startswith("optax."):
+        return True
     exact = _LOGS | _core.named("sub") if function.endswith(_PROBABILITIES) else _LOGS
     site, waiting = _programs.call_site(op.equation), [(v, op) for v in op.equation.outvars]
     names = set[str]()

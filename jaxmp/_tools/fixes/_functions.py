@@ -44,12 +44,13 @@ _JAX_NN = (
 _LOSSES = (
     "softmax_cross_entropy softmax_cross_entropy_with_integer_labels sigmoid_binary_cross_entropy"
     " safe_softmax_cross_entropy poly_loss_cross_entropy sigmoid_focal_loss l2_loss squared_error"
-    " huber_loss log_cosh hinge_loss cosine_similarity cosine_distance kl_divergence"
-    " kl_divergence_with_log_targets convex_kl_divergence generalized_kl_divergence dice_loss"
-    " binary_dice_loss multiclass_generalized_dice_loss multiclass_hinge_loss ctc_loss ntxent"
-    " perceptron_loss multiclass_perceptron_loss sparsemax_loss multiclass_sparsemax_loss"
-    " ranking_softmax_loss smooth_labels triplet_margin_loss"
+    " huber_loss log_cosh hinge_loss cosine_similarity cosine_distance dice_loss binary_dice_loss"
+    " kl_divergence_with_log_targets multiclass_generalized_dice_loss multiclass_hinge_loss"
+    " ctc_loss ntxent perceptron_loss multiclass_perceptron_loss sparsemax_loss"
+    " multiclass_sparsemax_loss ranking_softmax_loss smooth_labels triplet_margin_loss"
 )
+# Losses with the logarithm of their second argument.
+_DIVERGENCES = {"kl_divergence convex_kl_divergence generalized_kl_divergence": Function((1, 0))}
 _LIKE = "zeros_like ones_like empty_like"
 _DENSITIES = ("norm", "uniform", "beta", "gamma", "t", "cauchy", "expon", "laplace", "logistic")
 _OF_DENSITIES = ("logpdf", "pdf", "logcdf", "cdf", "logsf", "sf")
@@ -74,7 +75,7 @@ _TABLE: dict[str, dict[str, Function]] = {
         " nanquantile ptp cov corrcoef cumulative_sum cumulative_prod trapezoid abs absolute"
         " negative reciprocal max min amax amin clip diff gradient linalg.norm linalg.vector_norm"
         " linalg.matrix_norm linalg.det linalg.trace trace": _ARRAY,
-        "power float_power logaddexp logaddexp2 hypot arctan2 add subtract multiply divide"
+        "polyval power float_power logaddexp logaddexp2 hypot arctan2 add subtract multiply divide"
         " true_divide matmul dot vdot inner outer tensordot maximum minimum remainder mod": _PAIR,
         "argmax argmin argsort digitize count_nonzero searchsorted sign": _INDICES,
         "einsum": Function((1, 2, 3, 4)),
@@ -105,10 +106,11 @@ _TABLE: dict[str, dict[str, Function]] = {
     "jax.random": {_RANDOM: Function((), dtype=2)},
     "optax": {
         _LOSSES: _ARRAY,
+        **_DIVERGENCES,
         "safe_norm safe_root_mean_squares": _ARRAY,
         "global_norm": Function(is_tree=True),
     },
-    "optax.losses": {_LOSSES: _ARRAY},
+    "optax.losses": {_LOSSES: _ARRAY, **_DIVERGENCES},
     "optax.tree": {"norm sum vdot": Function(is_tree=True)},
 }
 # Methods of arrays, which compute with the array before the dot.

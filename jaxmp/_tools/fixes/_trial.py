@@ -394,7 +394,7 @@ def _assignment(code: str) -> tuple[str, str]:
 
 
 def _edited(lines: list[str], edits: list[Edit], free: set[str]) -> str:
-    """Returns a text in which edits replace their expressions; outer ones include inner ones.
+    """Returns a text in which edits replace their expressions, some of which contain others.
 
     Args:
       lines: of the file.
@@ -409,6 +409,10 @@ def _edited(lines: list[str], edits: list[Edit], free: set[str]) -> str:
         if (edit.line, edit.start) >= end:
             outer.append(edit)
             end = edit.end_line, edit.end
+        elif edit.old in outer[-1].code:
+            # The code of another finding changes a part of the expression.
+            code = with_inner(outer[-1].code, edit.old, edit.code)
+            outer[-1] = outer[-1]._replace(code=code)
     for edit in reversed(outer):
         first, last = edit.line - 1, edit.end_line - 1
         # Line breaks keep the numbers of the lines below.
