@@ -300,6 +300,21 @@ def test_a_log_of_a_sum_of_masked_exponentials(tmp_path):
             ["return jnp.exp(", "    x.dot(  # of x", "        x.T", "    )", ").sum(-1)"],
             "x.dot(x.T, preferred_element_type=jnp.float32)",
         ),
+        (  # Log-probabilities are differences of FP32, of which a matmul reads 16 bits.
+            [
+                "z = x - jax.nn.logsumexp(x, -1, keepdims=True)",
+                "return (z @ x.T).astype(jnp.float32)",
+            ],
+            "x.astype(jnp.float32) - jax.nn.logsumexp(x.astype(jnp.float32), -1, keepdims=True)",
+        ),
+        (  # The first value of a carry is a number.
+            [
+                "def body(i, c):",
+                "    return c[0] + x[i, 0], c[1] * 2",
+                "return lax.fori_loop(0, 64, body, (jnp.bfloat16(0), 1.0))[0]",
+            ],
+            "lax.fori_loop(0, 64, body, (jnp.float32(0), 1.0))",
+        ),
         (  # Losses are not rounded again.
             ["return optax.kl_divergence(jax.nn.log_softmax(x), jax.nn.softmax(x)).mean()"],
             "optax.kl_divergence(jax.nn.log_softmax(x), jax.nn.softmax(x.astype(jnp.float32)))",
@@ -975,16 +990,17 @@ def test_a_rejected_fix_of_wide_operands_names_16_bits(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "name", ["soft", "Layer.act", "table['soft']", "getattr(jax.nn, 'softmax')"]
+    "name", ["soft", "Layer.act", "table['soft']", "getattr(jax.nn, 'softmax')", "e", "Layer.e"]
 )
 def test_functions_are_known_by_their_code(name, tmp_path):
     source = f"""{HEAD}import functools
 soft = functools.partial(jax.nn.softmax, axis=-1)
 table = dict(soft=jax.nn.softmax)
-class Layer: act = staticmethod(jax.nn.softmax)
+e = jnp.exp
+class Layer: act = staticmethod(jax.nn.softmax); e: object = jnp.exp
 loss_fn = lambda x: {name}(x @ x.T)"""
     report = jaxmp.audit(load_module(source, tmp_path).loss_fn, half())
-    finding = next(f for f in report.errors if f.check == "softmax_16bit")
+    finding = next(f for f in report.errors if f.check in ("softmax_16bit", "exp_16bit"))
     assert f"{name}((x @ x.T).astype(jnp.float32))" in finding.fix and finding.trial == "works"
 
 

@@ -130,6 +130,9 @@ def _fix_promotion(op: OpOccurrence, upcast: Atom, others: list[Atom], source: s
             return in_words(op)
         layer = f"Set dtype=jnp.{source} in the layer, or cast its result"
         return f"{layer}:\n    y = y.astype(jnp.{source})"
+    if op.name == "sub" and op.labels(_labels.LogProbability, *others):
+        narrow = next(n for n, var in enumerate(op.operands) if var is upcast)
+        return fix_wide("Cast the narrow operand of log-probabilities", op, [narrow], "float32")
     is_wide = lambda var: var is not upcast and _checks.dtype_of(var) == _checks.dtype_of(upcast)
     index = next(n for n, var in enumerate(op.operands) if is_wide(var))
     literals = [var for var in others if _programs.is_literal(var)]

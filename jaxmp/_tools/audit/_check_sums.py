@@ -154,8 +154,7 @@ def fix_carry(loop: OpOccurrence, carry: _programs.Atom, addition: OpOccurrence)
       addition: the operation in the body that adds to it.
 
     Returns:
-      Sentences and code, or words alone if the code of the first value is not known, because it is
-      an argument or a gradient, for example.
+      Sentences and code, or words alone if the code of the first value is not known.
     """
     where, array = loop.where, carry.aval.str_short()
     if loop.is_backward:
@@ -169,6 +168,11 @@ def fix_carry(loop: OpOccurrence, carry: _programs.Atom, addition: OpOccurrence)
     made = loop.made_by(_start_of(loop, carry), _checks.LAYOUT - {"broadcast_in_dim"})
     code = "" if made is None else _rewrite.in_fp32(made.expression)
     if made is None or not code:
+        # A number, an argument, or the result of another function.
+        made, carries = loop, loop.loop.incoming
+        number = carries.index(carry) - len(carries)
+        code = _rewrite.with_fp32_start(loop.expression, number, len(carries))
+    if not code:
         return text
     lines = [f"Start in FP32, at {made.where}:\n    {code}"]
     summand = None

@@ -150,6 +150,8 @@ _LAYERS = {
 }
 LAYERS: Mapping[str, str] = _of_each(_LAYERS)
 EMBEDDINGS = frozenset(("flax.linen.Embed", "flax.nnx.Embed"))
+# Loops -> the position of the first values of their carries.
+LOOPS: Mapping[str, int] = {"jax.lax.scan": 1, "jax.lax.while_loop": 2, "jax.lax.fori_loop": 3}
 # Constructors such as `jnp.float16(x)`.
 DTYPES = frozenset(f"jax.numpy.{name}" for name in ("float16", "bfloat16", "float32"))
 # Functions that return their first argument in the dtype of their second one.

@@ -188,6 +188,34 @@ def with_fp32_summand(expression: Expression, index: int | None) -> str:
     return expression.replaced_by(node)
 
 
+def with_fp32_start(loop: Expression, number: int, count: int) -> str:
+    """Returns a call of a loop whose carry starts in FP32; "" for another function or a dict.
+
+    Args:
+      loop: the call.
+      number: of the carry among all carries, from the end: -1 is the last one.
+      count: of all carries, with the counter and the limit of `fori_loop`.
+    """
+    node = loop.copy()
+    position = _functions.LOOPS.get(loop.name_of(node.func)) if isinstance(node, ast.Call) else None
+    if position is None:
+        return ""
+    passed = [*node.args[position : position + 1]]
+    passed += [k.value for k in node.keywords if k.arg in ("init", "init_val")]
+    starts = passed[0].elts if isinstance(passed[0], ast.Tuple) else passed
+    if len(starts) < -number or len(starts) not in range(count - 2 * (position == 3), count + 1):
+        return ""
+    old = starts[number]
+    row = _functions.FUNCTIONS.get(loop.name_of(old.func)) if isinstance(old, ast.Call) else None
+    if row is not None and row.dtype is not None:
+        new = _with_wide_arguments(parsed(ast.unparse(old)), "", row)
+    elif isinstance(old, ast.Call):
+        new = _in_dtype(old, "float32", loop)
+    else:
+        new = parsed(f"jnp.float32({ast.unparse(old)})")
+    return loop.replaced_by(Changed({old: new}.get).visit(node))
+
+
 def _widened(expression: Expression) -> ast.expr | None:
     node = expression.copy()
     if isinstance(node, ast.BinOp):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import collections
 import contextlib
 import dataclasses
 import functools
@@ -140,9 +141,15 @@ class Expression:
         """
         if not all(isinstance(n, (ast.Attribute, ast.Name, ast.Load)) for n in ast.walk(function)):
             return ""
-        root, *attributes = ast.unparse(function).split(".")
-        module = _imports(_text(self.place[0])).get(root, COMMON_NAMES.get(root, ""))
-        return ".".join((module, *attributes)) if module else ""
+        text = _text(self.place[0])
+        code = ast.unparse(function)
+        # Another name, such as `self.exp`, for which the program has no frame.
+        for name in (code, _aliases(text).get(code.rpartition(".")[2], "")):
+            root, *attributes = name.split(".")
+            module = _imports(text).get(root, COMMON_NAMES.get(root, ""))
+            if module:
+                return ".".join((module, *attributes))
+        return ""
 
 
 UNKNOWN = Expression(ast.Name(""), ("", 0, 0, 0, 0), [])
@@ -308,6 +315,22 @@ def _names(node: ast.AST) -> Iterator[tuple[str, str]]:
             yield name.asname or name.name, f"{node.module}.{name.name}"
     elif isinstance(node, (ast.FunctionDef, ast.ClassDef)):
         yield node.name, ""
+
+
+# Findings of a report are in few files.
+@functools.lru_cache(maxsize=16)
+def _aliases(text: str) -> dict[str, str]:
+    """Returns the variables and attributes to which a file assigns one function of a library."""
+    values = collections.defaultdict[str, set[str]](set)
+    for node in ast.walk(_tree(text)):
+        if isinstance(node, (ast.Assign, ast.AnnAssign)) and node.value is not None:
+            value = node.value
+            if isinstance(value, ast.Call) and ast.unparse(value.func) == "staticmethod":
+                value = value.args[0]
+            for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
+                values[ast.unparse(target).rpartition(".")[2]].add(ast.unparse(value))
+    names = {name: next(iter(texts)) for name, texts in values.items() if len(texts) == 1}
+    return {name: text for name, text in names.items() if text.replace(".", "").isidentifier()}
 
 
 def with_names_of(file: str, code: str, unknown: str = "") -> str:
