@@ -393,7 +393,7 @@ def average_in_a_loop(d):
     return step, (parameters(d.wide), inputs(d.wide), labels())
 
 
-@plant("accumulator_16bit", "Cast the first value of the carry to FP32")
+@plant("accumulator_16bit", "Start in FP32")
 def generalized_advantages(d):
     def step(p, x, rewards):
         def body(advantage, delta):

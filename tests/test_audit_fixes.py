@@ -315,6 +315,14 @@ def test_a_log_of_a_sum_of_masked_exponentials(tmp_path):
             ],
             "lax.fori_loop(0, 64, body, (jnp.float32(0), 1.0))",
         ),
+        (  # The quotient is in another line than its epsilon.
+            [
+                "x = x.astype(jnp.float16)",
+                "s = x.max() + 1e-8",
+                "return (x / s).astype(jnp.float32)",
+            ],
+            "x.astype(jnp.float32) / s",
+        ),
         (  # Losses are not rounded again.
             ["return optax.kl_divergence(jax.nn.log_softmax(x), jax.nn.softmax(x)).mean()"],
             "optax.kl_divergence(jax.nn.log_softmax(x), jax.nn.softmax(x.astype(jnp.float32)))",

@@ -299,6 +299,11 @@ INDICES = jnp.zeros(600, jnp.int32)
         (lambda m: (m @ m.T - jnp.diag(m @ m.T)).astype(F32), "rounded_output"),
         (lambda m: (m @ m.T - jnp.diag(jnp.diag(m @ m.T))).astype(F32), None),
         (lambda m: jnp.linalg.cholesky((m @ m.T).astype(F32)), "rounded_output"),
+        (
+            lambda m: jnp.linalg.inv(jnp.exp(m[:4].astype(F32)).astype(BF16).astype(F32)),
+            "rounded_output",
+        ),
+        (lambda m: lax.top_k(m + jnp.log(m.astype(F32)).astype(BF16), 2)[1], "loss_16bit"),
     ],
 )
 @pytest.mark.filterwarnings("ignore:scatter inputs have incompatible types")

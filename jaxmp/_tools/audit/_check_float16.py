@@ -76,7 +76,8 @@ def report_epsilon(op: _checks.OpOccurrence) -> None:
     """Reports an epsilon of 0 where 0 has no finite result."""
     divisor = op.operands[-1:] if op.name == "div" else op.operands[:1]
     for label in op.labels(LostEpsilon, *divisor):
-        label.fix = _origins.fix_operation(op, "float16", _origins.SUMS) or label.fix
+        fix = _origins.fix_operation(op, "float16", _origins.SUMS) or label.fix
+        label.fix = fix.replace("Compute", f"At {op.where}, compute")
     op.audit.report(LostEpsilon, divisor, f", and the {op.name} at {op.where} is not finite for 0")
 
 

@@ -126,8 +126,10 @@ def label_rounding(op: OpOccurrence) -> RoundedTerm | None:
     dtype = op.rounded
     if dtype is None or not op.labels(_labels.LogProbability):
         return None
-    message = f"log-probabilities are rounded to {dtype.name}"
-    return RoundedTerm(op, message, lambda: fix_cast(op))
+    term = RoundedTerm(op, f"log-probabilities are rounded to {dtype.name}", lambda: fix_cast(op))
+    if _programs.Use.ORDER in op.use:
+        term.report(_ORDER_READS)
+    return term
 
 
 @LOSS_16BIT.on_operation("abs", "square", "integer_pow", "mul")
@@ -208,13 +210,16 @@ def check_logarithm(op: OpOccurrence) -> None:
 
 ROUNDED_OUTPUT = Check(
     id="rounded_output",
-    explanation="A matmul rounds its result to 16 bits, and a log-sum-exp, softmax, top-k, argmax,"
-    " factorization, squared distance or difference of a loss is computed from it, in FP32 or not:"
+    explanation="A matmul rounds its result to 16 bits, or a cast a matrix, and a log-sum-exp,"
+    " softmax, top-k, argmax, factorization, squared distance or difference of a loss is computed"
+    " from it, in FP32 or not:"
     " the logits of a head or router, or a return of 300, which has steps of 2 in bfloat16. Not"
     " the softmax of attention, which a matmul reads.",
     fix="jnp.matmul(x, w, preferred_element_type=jnp.float32)",
 )
 
+_ORDER_READS = "; a top-k, argmax or sort compares it"
+_SOLVED_READS = "; the condition of a matrix that is factorized or solved multiplies the error"
 _SOFTMAX_READS = "; exponentials of it are summed, as in a softmax or a log-sum-exp"
 _KEEPS_ERROR = _programs.EXACT | _checks.LAYOUT | _core.named("add mul div tanh")
 _CAST_ERROR = _KEEPS_ERROR | _core.named("cumsum sqrt")
@@ -274,9 +279,12 @@ def label_cast(op: OpOccurrence) -> None:
     is_output = labels(_Computed, operand) and not labels(_labels.LogProbability, operand)
     if dtype is None and _programs.Use.SOFTMAX in op.use:
         op.audit.report(UserCast, [operand], _SOFTMAX_READS)
-    elif dtype is not None and is_output and op.is_own_call:
+    elif dtype is not None and op.is_own_call:
         message = f"an FP32 value is rounded to {dtype.name}"
-        op.mark(UserCast(op, message, lambda: fix_cast(op)))
+        if op.use & (_programs.Use.SOLVED | _programs.Use.CHAINED):
+            op.add(ROUNDED_OUTPUT, f"{message}{_SOLVED_READS}.", fix_cast(op))
+        elif is_output:
+            op.mark(UserCast(op, message, lambda: fix_cast(op)))
 
 
 @ROUNDED_OUTPUT.on_operation(*_programs.MATMULS)
@@ -296,11 +304,9 @@ def label_output(op: OpOccurrence) -> None:
     if _programs.Use.SOFTMAX in op.use:
         output.report(_SOFTMAX_READS)
     elif _programs.Use.ORDER in op.use:
-        output.report("; a top-k, argmax or sort compares it")
+        output.report(_ORDER_READS)
     elif op.use & (_programs.Use.SOLVED | _programs.Use.CHAINED):
-        output.report(
-            "; the condition of a matrix that is factorized or solved multiplies the error"
-        )
+        output.report(_SOLVED_READS)
     elif _programs.Use.DISTANCE in op.use:
         output.report(
             "; a squared distance is the difference of it and of norms, or an angle of it"
