@@ -281,7 +281,7 @@ def label_cast(op: OpOccurrence) -> None:
         op.audit.report(UserCast, [operand], _SOFTMAX_READS)
     elif dtype is not None and op.is_own_call:
         message = f"an FP32 value is rounded to {dtype.name}"
-        if op.use & (_programs.Use.SOLVED | _programs.Use.CHAINED):
+        if _programs.Use.SOLVED in op.use:
             op.add(ROUNDED_OUTPUT, f"{message}{_SOLVED_READS}.", fix_cast(op))
         elif is_output:
             op.mark(UserCast(op, message, lambda: fix_cast(op)))
