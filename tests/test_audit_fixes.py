@@ -323,6 +323,22 @@ def test_a_log_of_a_sum_of_masked_exponentials(tmp_path):
             ],
             "x.astype(jnp.float32) / s",
         ),
+        (
+            ["return lax.associative_scan(jnp.add, x)[-1].astype(jnp.float32)"],
+            "lax.associative_scan(jnp.add, jax.tree.map(lambda x: x.astype(jnp.float32), x))",
+        ),
+        (  # The condition of the matrix would multiply a rounding.
+            ["return jnp.linalg.inv(jnp.exp(x[:16]) + jnp.eye(16))"],
+            "jnp.exp(x[:16].astype(jnp.float32))",
+        ),
+        (  # The queries are scaled in place of the logits.
+            [
+                "h = (x @ x.T).astype(jnp.float16)",
+                "s = (h @ jnp.tanh(h).T) / 8",
+                "return jax.nn.softmax(s.astype(jnp.float32))",
+            ],
+            "h / 8.0 @ jnp.tanh(h).T",
+        ),
         (  # Losses are not rounded again.
             ["return optax.kl_divergence(jax.nn.log_softmax(x), jax.nn.softmax(x)).mean()"],
             "optax.kl_divergence(jax.nn.log_softmax(x), jax.nn.softmax(x.astype(jnp.float32)))",

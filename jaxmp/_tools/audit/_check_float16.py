@@ -203,7 +203,7 @@ def label_logits(op: _checks.OpOccurrence) -> UnscaledLogits | None:
             message = "queries and keys are multiplied in float16, and the logits are scaled later"
             sign = "*" if op.name == "mul" else "/"
             fix = f"Scale the queries before the matmul, instead of the logits at {op.where}"
-            code = scaled(label.op.expression, sign, float(f"{value:.6g}"))
+            code = scaled(label.op.expression, sign, float(f"{value:.6g}"), op.expression)
             fix = f"{fix}:\n    {code}" if code else f"{fix}, by {sign} {value:.6g}."
             return UnscaledLogits(label.op, message, fix)
     return None

@@ -205,6 +205,8 @@ def check_associative_scan(op: OpOccurrence) -> None:
         message = f"an associative scan adds in {dtype.name}, in which a factor of 0.999 is 1."
         fix = f"Cast the {dtype.name} arrays to FP32 before `lax.associative_scan`, and its"
         fix += " results back after it."
+        is_call = _rewrite.known_function(op.expression)[0] == "jax.lax.associative_scan"
+        fix = _origins.fix_operation(op) if is_call else fix
         op.add(_check_ops.ACCUMULATOR_16BIT, message, fix)
 
 

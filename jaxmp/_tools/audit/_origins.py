@@ -53,7 +53,8 @@ def fix_operation(op: OpOccurrence, back: str = "", through: frozenset[str] = _E
     own = op.expression
     if not _rewrite.wide_code(own):
         return in_words(op)
-    back = "" if _is_widened(op) or _is_read_exactly(op, _rewrite.known_function(own)[0]) else back
+    is_exact = _programs.Use.SOLVED in op.use or _is_widened(op)
+    back = "" if is_exact or _is_read_exactly(op, _rewrite.known_function(own)[0]) else back
     lines, wide = _at_origins(_rounded_by(op, through), op, own)
     if lines and back:
         wide = own.text
@@ -79,7 +80,8 @@ def _widened_calls(code: str) -> str:
     for node in ast.walk(ast.parse(code)):
         if isinstance(node, ast.Call):
             owner, _, name = ast.unparse(node.func).rpartition(".")
-            arrays = owner, *(ast.unparse(_first_operand(argument)) for argument in node.args)
+            operands = (n for n in node.args if not isinstance(n, ast.Lambda))
+            arrays = owner, *(ast.unparse(_first_operand(operand)) for operand in operands)
             if any(text.endswith(_source.IN_FP32) for text in arrays):
                 names[name] = None
     return " and ".join(names)

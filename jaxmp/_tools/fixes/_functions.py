@@ -92,6 +92,7 @@ _TABLE: dict[str, dict[str, Function]] = {
         "pow add sub mul div max min atan2 rem dot dot_general batch_matmul ragged_dot conv"
         " conv_general_dilated conv_with_general_padding conv_transpose": _PAIR,
         "psum pmean psum_scatter": Function(is_tree=True),
+        "associative_scan": Function((1,), is_tree=True),
         "top_k approx_max_k argmax argmin sort": _INDICES,
         "full": Function((), dtype=2),
     },

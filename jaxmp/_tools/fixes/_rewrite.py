@@ -91,14 +91,17 @@ def with_operand(expression: Expression, index: int, code: str) -> str:
     return expression.replaced_by(_with_operands(expression, [index], lambda _: parsed(code)))
 
 
-def scaled(expression: Expression, sign: str, scale: float) -> str:
+def scaled(expression: Expression, sign: str, scale: float, later: Expression) -> str:
     """Returns an operation of two arrays of which the first is multiplied by a scale, or divided.
 
-    It is not an edit, because another line must change, too.
+    It is an edit if `later`, which scales the result, contains it. Otherwise another line must
+    change, too.
     """
     operator = ast.Mult() if sign == "*" else ast.Div()
     product = lambda first: ast.BinOp(first, operator, ast.Constant(scale))
-    return _with_operands(expression, [0], product)
+    code, node = _with_operands(expression, [0], product), later.node
+    is_whole = isinstance(node, ast.BinOp) and ast.unparse(node.left) == expression.text
+    return later.replaced_by(code) if is_whole else code
 
 
 def _with_operands(
