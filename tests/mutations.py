@@ -1515,11 +1515,6 @@ the audit takes an evaluation after the update for the optimizer
 test_audit_plants.py::test_errors_before_the_gradient_and_after_the_update_are_of_the_function_alone
 """,
     "jaxmp/_tools/audit/_origins.py": r"""
-a fix rounds a matrix that is factorized
-- is_exact = _programs.Use.SOLVED in op.use or
-+ is_exact = False or
-test_audit_fixes.py::test_fixes_of_values_that_are_rounded_before
-
 a fix rounds the result of a loss to 16 bits
 - if function.startswith("optax."):
 + if False:

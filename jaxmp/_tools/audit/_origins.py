@@ -53,8 +53,7 @@ def fix_operation(op: OpOccurrence, back: str = "", through: frozenset[str] = _E
     own = op.expression
     if not _rewrite.wide_code(own):
         return in_words(op)
-    is_exact = _programs.Use.SOLVED in op.use or _is_widened(op)
-    back = "" if is_exact or _is_read_exactly(op, _rewrite.known_function(own)[0]) else back
+    back = "" if _is_widened(op) or _is_read_exactly(op, _rewrite.known_function(own)[0]) else back
     lines, wide = _at_origins(_rounded_by(op, through), op, own)
     if lines and back:
         wide = own.text
