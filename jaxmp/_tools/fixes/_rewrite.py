@@ -205,18 +205,20 @@ def with_fp32_start(loop: Expression, number: int, count: int) -> str:
         return ""
     passed = [*node.args[position : position + 1]]
     passed += [k.value for k in node.keywords if k.arg in ("init", "init_val")]
-    starts = passed[0].elts if isinstance(passed[0], ast.Tuple) else passed
+    starts = passed[0].elts if passed and isinstance(passed[0], ast.Tuple) else passed
     if len(starts) < -number or len(starts) not in range(count - 2 * (position == 3), count + 1):
         return ""
     old = starts[number]
+    if isinstance(old, ast.Starred):
+        return ""
     row = _functions.FUNCTIONS.get(loop.name_of(old.func)) if isinstance(old, ast.Call) else None
-    if row is not None and row.dtype is not None:
-        new = _with_wide_arguments(parsed(ast.unparse(old)), "", row)
+    if isinstance(old, ast.Call) and row is not None and row.dtype is not None:
+        new = _with_wide_arguments(old, "", row)
     elif isinstance(old, ast.Call):
         new = _in_dtype(old, "float32", loop)
     else:
         new = parsed(f"jnp.float32({ast.unparse(old)})")
-    return loop.replaced_by(Changed({old: new}.get).visit(node))
+    return "" if new is None else loop.replaced_by(Changed({old: new}.get).visit(node))
 
 
 def _widened(expression: Expression) -> ast.expr | None:
