@@ -754,6 +754,7 @@ def test_the_page_names_every_cause():
     ("fn", "x"),
     [
         (jax.grad(lambda x: jnp.arccos(x)), 1.0),
+        (jax.grad(lambda x: jnp.arccosh(x)), 1.0),
         (lambda x: jax.scipy.special.logit(x), 1.0),
         (lambda x: jax.scipy.special.erfinv(x), -1.0),
         (jax.grad(lambda x: jax.scipy.special.gammaln(x)), 0.0),
@@ -767,6 +768,64 @@ def test_the_end_of_a_domain_is_bounded(fn, x):
 def test_a_singular_matrix_is_named():
     report = jaxmp.locate_nonfinite(jnp.linalg.cholesky, -jnp.eye(2))
     assert report.cause == "singular_matrix" and "not positive definite" in report.message
+
+
+def _distance(x):
+    square = jnp.sum((x - x[::-1]) ** 2, -1)
+    return jnp.arccosh(1 + 2 * square)
+
+
+def _wide_logarithm(x):
+    p = jax.nn.sigmoid(x * 1e4).astype(jnp.float32)
+    return jnp.log(1 - p)
+
+
+def _mixture(x):
+    log_p = jnp.log(jax.nn.softmax(x * 2e4, axis=None)) - 1
+    return jax.scipy.special.logsumexp(log_p)
+
+
+@pytest.mark.parametrize(
+    ("fn", "cause", "codes"),
+    [
+        (
+            _distance,
+            "outside_domain",
+            [
+                "jnp.sum((x - x[::-1]).astype(jnp.float32) ** 2, -1)",
+                "jnp.arccosh((1 + 2 * square).astype(jnp.float32))",
+            ],
+        ),
+        (_wide_logarithm, "log_of_zero", ["x.astype(jnp.float32) * 10000.0"]),
+        # The exponentials underflow, and no mask hides the logits.
+        (
+            lambda x: jnp.log(jnp.sum(jnp.exp(-20.0 - x))),
+            "log_of_zero",
+            ["jax.scipy.special.logsumexp(-20.0 - x)"],
+        ),
+        # The code in FP32 does not help: the gradient of x overflows.
+        (lambda x: jnp.exp(1.2e4 * x), "exp_overflow", ["jnp.exp(jnp.minimum(12000.0 * x, 11))"]),
+        # No `where` of the user's discards the logarithm.
+        (_mixture, "log_of_zero", ["jax.nn.log_softmax(x * 20000.0, axis=None)"]),
+    ],
+)
+def test_operands_that_16_bits_round_are_the_cause(fn, cause, codes):
+    x = jnp.array([[0.001, 0.0]], jnp.float16).T
+    report = jaxmp.locate_nonfinite(jax.grad(lambda x: fn(x).sum().astype(jnp.float32)), x)
+    assert (report.cause, report.trial) == (cause, "works"), report
+    assert "It is finite in FP32" in report.message
+    assert [line.strip() for line in report.fix.splitlines() if line[:4] == "    "] == codes
+
+
+def _logarithm(x):
+    p = jax.nn.sigmoid(2 * x)
+    return jnp.log(1 - p)
+
+
+def _changed(x):
+    p = jax.nn.sigmoid(x)
+    x = 2 * x
+    return jnp.log(1 - p) + x
 
 
 @pytest.mark.parametrize(
@@ -788,13 +847,17 @@ def test_a_singular_matrix_is_named():
         (lambda x: jnp.exp(x) / jnp.sum(jnp.exp(x), axis=1), "jnp.exp(jnp.minimum(x, 88))"),
         (lambda x: jnp.exp(x) / jnp.sum(jnp.exp(-x)), "jnp.exp(jnp.minimum(x, 88))"),
         (lambda x: jnp.log(jax.nn.softmax(-x, axis=0)), "jax.nn.log_softmax(-x, axis=0)"),
+        (lambda x: jnp.log1p(-jax.nn.sigmoid(x)), "jax.nn.log_sigmoid(-x)"),
+        (_logarithm, "jax.nn.log_sigmoid(-(2 * x))"),
+        # The variable has another value by then.
+        (_changed, "jnp.log(jnp.maximum(1 - p, jnp.finfo((1 - p).dtype).tiny))"),
     ],
 )
 def test_steps_that_overflow_become_one_function(fn, code):
     x = jnp.array([[100.0, 300.0], [-100.0, 0.0]])
     report = jaxmp.locate_nonfinite(fn, x)
     assert (code_of(report.fix), report.trial) == (code, "works")
-    if "minimum" not in code:
+    if "imum" not in code:
         healthy = x / 100
         new = eval(code, {"jax": jax, "jnp": jnp, "x": healthy})
         np.testing.assert_allclose(new, fn(healthy), rtol=1e-5)

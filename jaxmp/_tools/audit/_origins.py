@@ -230,11 +230,13 @@ def fix_origins(op: OpOccurrence) -> str:
 
 
 def fix_rounding(op: OpOccurrence) -> str:
-    """Returns the fix of the casts to 16 bits from which FP32 operands are computed, or ""."""
+    """Returns the fix of what was rounded to 16 bits before FP32 operands are made of it, or ""."""
     casts, waiting = [], [(operand, op) for operand in op.operands]
     for origin in _makers(waiting):
         if _is_rounding(origin.equation) and _checks.half_of([origin.result]) is not None:
             casts.append(origin)
+        elif _checks.half_of(origin.operands) is not None:
+            casts += _rounded_by(origin)
         elif _is_elementwise(origin.equation):
             waiting += [(v, origin) for v in origin.operands if not _programs.is_literal(v)]
     lines = _at_origins(casts, op, _source.UNKNOWN)[0]

@@ -39,7 +39,8 @@ def at_most(expression: _source.Expression, bound: float, domain: str) -> str:
 def within(expression: _source.Expression, low: int, high: int | None) -> str:
     """Returns a call whose first operand is between two numbers, without these; None: no limit."""
     if high is None:
-        return _bounded(expression, lambda text: f"jnp.maximum({text}, {TINY.format(array=text)})")
+        least = f"{low} + {EPS}" if low else TINY
+        return _bounded(expression, lambda text: f"jnp.maximum({text}, {least.format(array=text)})")
     limits = lambda eps: f"{f'{low} + ' if low else ''}{eps}, {high} - {eps}"
     change = lambda text: f"jnp.clip({text}, {limits(EPS.format(array=text))})"
     return _bounded(expression, change)
@@ -110,34 +111,39 @@ def double_where(where: _source.Expression, inner: _source.Expression) -> str:
     return inner.replaced_by(new)
 
 
-# Functions -> the one that computes their logarithm.
+# Functions of `jax.nn`, `flax` and SciPy -> the one that computes their logarithm.
 _LOGARITHMS = {
-    "jax.nn.sigmoid": "jax.nn.log_sigmoid",
-    "jax.scipy.special.expit": "jax.nn.log_sigmoid",
-    "jax.nn.softmax": "jax.nn.log_softmax",
+    "sigmoid": "jax.nn.log_sigmoid",
+    "expit": "jax.nn.log_sigmoid",
+    "softmax": "jax.nn.log_softmax",
 }
 
 
 def in_one_function(expression: _source.Expression) -> str:
     """Returns one function for steps that overflow, such as the log of a sum of exponentials.
 
-    The code replaces the smallest expression around the given one that has such a function.
+    The code replaces the smallest expression around the given one that has such a function. The
+    steps before may be lines above it, in the same function.
     """
+    values = _source.assigned_before(expression)
+    of_name = lambda node: values.get(node.id) if isinstance(node, ast.Name) else None
     for outer in _source.enclosing(expression):
-        code = outer.replaced_by(_in_one_function(outer))
+        whole = _rewrite.Changed(of_name).visit(outer.copy()) if values else outer.node
+        code = outer.replaced_by(_in_one_function(outer) or _in_one_function(outer, whole))
         if code:
             return code
     return ""
 
 
-def _in_one_function(expression: _source.Expression) -> str:
+def _in_one_function(expression: _source.Expression, node: ast.expr | None = None) -> str:
     name_of = lambda node: expression.name_of(node.func) if isinstance(node, ast.Call) else ""
     is_exp = lambda node: name_of(node) == "jax.numpy.exp"
     is_sum = lambda node: name_of(node) == "jax.numpy.sum"
     call = lambda function, arguments, keywords: ast.unparse(
         ast.Call(_rewrite.parsed(function), arguments, keywords)
     )
-    match expression.copy():
+    log_of = lambda node: _LOGARITHMS.get(name_of(node).rpartition(".")[2], "")
+    match node or expression.copy():
         case ast.BinOp(
             ast.Call(args=[x]) as exp, ast.Div(), ast.Call(args=[same], keywords=keywords) as total
         ) if is_exp(exp) and is_sum(total) and ast.unparse(same) == ast.unparse(exp):
@@ -151,6 +157,10 @@ def _in_one_function(expression: _source.Expression) -> str:
             return call("jax.nn.softplus", [x], []) * (name_of(log) == "jax.numpy.log1p")
         case ast.Call(args=[inner]) as log if name_of(log) == "jax.numpy.log":
             pass
+        case ast.Call(args=[ast.UnaryOp(ast.USub(), ast.Call(args=[x]) as p)]) as log if (
+            name_of(log) == "jax.numpy.log1p" and log_of(p) == "jax.nn.log_sigmoid"
+        ):
+            return call(log_of(p), [ast.UnaryOp(ast.USub(), x)], [])
         case _:
             return ""
     match inner:
@@ -166,8 +176,12 @@ def _in_one_function(expression: _source.Expression) -> str:
             exp
         ):
             return call("jax.scipy.special.logsumexp", [x, *more], keywords)
-        case ast.Call(args=arguments, keywords=keywords) if name_of(inner) in _LOGARITHMS:
-            return call(_LOGARITHMS[name_of(inner)], arguments, keywords)
+        case ast.Call(args=arguments, keywords=keywords) if log_of(inner):
+            return call(log_of(inner), arguments, keywords)
+        case ast.BinOp(ast.Constant(1), ast.Sub(), ast.Call(args=[x]) as p) if (
+            log_of(p) == "jax.nn.log_sigmoid"
+        ):
+            return call(log_of(p), [ast.UnaryOp(ast.USub(), x)], [])
     return ""
 
 

@@ -9,6 +9,7 @@ import dataclasses
 import functools
 import linecache
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from types import CodeType
 from typing import Any, NamedTuple
@@ -235,6 +236,27 @@ def constructor_of(expression: Expression) -> Expression:
     if len(calls) != 1:
         return UNKNOWN
     return Expression(calls[0], _place(file, calls[0]), expression.edits)
+
+
+def assigned_before(expression: Expression) -> dict[str, ast.expr]:
+    """Returns the values of variables that the function of an expression assigns once, above it.
+
+    The variables in a value are also parameters or assigned once, so that it is still the same.
+    """
+    file, line = expression.place[:2]
+    functions = (n for n in ast.walk(_tree(_text(file))) if isinstance(n, ast.FunctionDef))
+    outer = [n for n in functions if n.lineno <= line <= (n.end_lineno or 0)]
+    inside = list(ast.walk(outer[-1])) if outer else []
+    times = Counter(n.arg for n in inside if isinstance(n, ast.arg))
+    names = [n for n in inside if isinstance(n, ast.Name)]
+    times.update(n.id for n in names if isinstance(n.ctx, ast.Store))
+    is_once = lambda node: all(times[n.id] < 2 for n in ast.walk(node) if isinstance(n, ast.Name))
+    values = {}
+    for node in inside:
+        match node:
+            case ast.Assign([ast.Name(name)], value, end_lineno=end) if (end or line) < line:
+                values |= {name: value} if times[name] == 1 and is_once(value) else {}
+    return values
 
 
 def enclosing(expression: Expression) -> Iterator[Expression]:

@@ -13,9 +13,10 @@ import numpy as np
 
 from jaxmp import _programs
 from jaxmp._core import _compat
-from jaxmp._tools.audit import _checks
+from jaxmp._tools.audit import _checks, _origins
 from jaxmp._tools.fixes import _domains, _rewrite, _source
 from jaxmp._tools.nonfinite._measure import ArgumentRow, ArrayRow, Measured, ScaleArgument
+from jaxmp._tools.nonfinite._record import INFINITE
 from jaxmp._tools.nonfinite._walk import MOVES, Operation, Origin, Walk
 
 _LOGS = frozenset({"log", "log1p", "log2"})
@@ -38,6 +39,7 @@ class NonfiniteCause(NamedTuple):
     expression: the expression of the user's code that the code replaces; "" for other code.
     operation: the operation whose line is reported; None for that of the origin.
     edits: the expressions that were replaced.
+    otherwise: the same cause with another fix, for the case that this one fails; None if none.
     """
 
     id: str
@@ -46,6 +48,7 @@ class NonfiniteCause(NamedTuple):
     expression: str = ""
     operation: Operation | None = None
     edits: tuple[_source.Edit, ...] = ()
+    otherwise: NonfiniteCause | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,6 +61,7 @@ class NonfiniteEvidence:
       source: operands and results of the operation that made the value.
       shown: those of the operation that is reported.
       overflows_in_fp32: True if the whole step in FP32 overflows too.
+      is_finite_in_fp32: True if the operation is finite in a run of the whole step in FP32.
       scale: the loss scale among the arguments.
       passing_scale: the largest smaller power of two with which the step is finite; None if there
         is none.
@@ -69,6 +73,7 @@ class NonfiniteEvidence:
     source: Measured
     shown: Measured
     overflows_in_fp32: bool
+    is_finite_in_fp32: bool
     scale: ScaleArgument | None
     passing_scale: float | None
     has_optimizer: bool
@@ -96,6 +101,14 @@ class NonfiniteEvidence:
         (variable,) = self.operation.variables([self.op.operands[operand]])
         return {each.op.name for each in self.walk.chain(variable, through)}
 
+    def is_sum_of_masked(self, operand: int) -> bool:
+        """Returns True if an operand is a sum of exponentials of elements that are infinite."""
+        (variable,) = self.operation.variables([self.op.operands[operand]])
+        makers = {each.op.name: each for each in self.walk.chain(variable, MOVES)}
+        if "reduce_sum" not in makers or "exp" not in makers:
+            return False
+        return any(code == INFINITE for _, code in self.walk.operands(makers["exp"]))
+
     def is_in(self, package: str) -> bool:
         """Returns True if a package, and not the user's own code, makes the operation."""
         files = [code.co_filename for code in self.op.codes]
@@ -118,9 +131,24 @@ def cause_of(evidence: NonfiniteEvidence) -> NonfiniteCause:
     for check in _CHECKS:
         cause = check(evidence)
         if cause is not None:
-            return cause
+            is_rounded = check in _OF_OPERANDS and evidence.is_finite_in_fp32
+            return _of_rounding(evidence, cause) if is_rounded else cause
     rows = ", ".join(f"{row.dtype} {_range(row)}" for row in evidence.source.operands)
     return NonfiniteCause("", f"{evidence.op.name} returns values that are not finite for {rows}.")
+
+
+def _of_rounding(e: NonfiniteEvidence, cause: NonfiniteCause) -> NonfiniteCause:
+    """Returns a cause that FP32 operands do not have, with the fix that does not round them."""
+    message = f"{cause.message} It is finite in FP32: the precision is the cause."
+    cause = cause._replace(message=message)
+    fix = _origins.fix_operation(e.op) if _checks.half_of(e.op.operands) else ""
+    fix = fix or _origins.fix_rounding(e.op)
+    codes = _source.codes_of(fix)
+    if cause.id == "optimizer_epsilon" or cause.fix.startswith(_IN_ONE) or not codes:
+        return cause
+    edits = tuple(e.op.findings.edits)
+    expression = next((edit.old for edit in edits if [edit.code] == codes), "")
+    return cause._replace(fix=fix, expression=expression, edits=edits, otherwise=cause)
 
 
 # ---------------------------------------------------------------------------
@@ -129,6 +157,12 @@ def cause_of(evidence: NonfiniteEvidence) -> NonfiniteCause:
 
 
 def _where_gradient(e: NonfiniteEvidence) -> NonfiniteCause | None:
+    """Returns the cause of a `where` in the user's code, to which a second one can be added."""
+    cause = _unused_branch(e)
+    return cause if cause is not None and cause.edits else None
+
+
+def _unused_branch(e: NonfiniteEvidence) -> NonfiniteCause | None:
     shown = e.origin.operation
     if not shown.op.is_backward:
         return None
@@ -152,6 +186,7 @@ def _where_gradient(e: NonfiniteEvidence) -> NonfiniteCause | None:
 _INTERVALS = {
     **dict.fromkeys(("arccos", "arcsin", "acos", "asin", "arctanh", "erfinv", "erf_inv"), (-1, 1)),
     "logit": (0, 1),
+    **dict.fromkeys(("arccosh", "acosh"), (1, None)),
     **dict.fromkeys(("gammaln", "lgamma", "digamma"), (0, None)),
 }
 # Factorizations and solvers -> the matrices for which they are not finite.
@@ -194,7 +229,7 @@ def _constant(e: NonfiniteEvidence) -> NonfiniteCause | None:
 
 def _masked_softmax(e: NonfiniteEvidence) -> NonfiniteCause | None:
     position = {"div": 1, "log": 0}.get(e.op.name)
-    of_sum = position is not None and {"reduce_sum", "exp"} <= e.made_by(position)
+    of_sum = position is not None and e.is_sum_of_masked(position)
     if not of_sum and not e.walk.is_masked_softmax(e.operation):
         return None
     row = list(e.result.index[:-1] or e.result.index)
@@ -272,14 +307,16 @@ def _quotient(e: NonfiniteEvidence) -> NonfiniteCause | None:
         fix += f"    tx = optax.{_optimizer_of(e)}(learning_rate, eps={max(1e-8, least):g})"
         return NonfiniteCause("optimizer_epsilon", message, fix)
     message = f"{row.zero:.1%} of the denominators are zero; they are {_range(row)}."
-    code = _domains.divided(old)
+    stable = _domains.in_one_function(old)
+    code = stable or _domains.divided(old)
     if not code and _compat.is_in_custom_vjp(e.op.equation.source_info):
         fix = (
             "JAX records only the line that calls the custom_vjp function. In its rule, replace "
             "such denominators:\n    denominator = jnp.where(denominator == 0, 1, denominator)"
         )
         return NonfiniteCause("division_by_zero", message, fix)
-    return e.cause("division_by_zero", message, "Replace such denominators", code)
+    sentence = _IN_ONE if stable else "Replace such denominators"
+    return e.cause("division_by_zero", message, sentence, code)
 
 
 def _exponential(e: NonfiniteEvidence) -> NonfiniteCause | None:
@@ -366,10 +403,11 @@ def _range(row: ArrayRow) -> str:
     return f"from {row.low:g} to {row.high:g}"
 
 
+# Causes that may come from the rounding of operands.
+_OF_OPERANDS = (_interval, _logarithm, _root, _quotient, _exponential)
 _CHECKS: tuple[Callable[[NonfiniteEvidence], NonfiniteCause | None], ...] = (
-    *(_where_gradient, _interval, _matrix, _constant, _masked_softmax),
-    *(_logarithm, _root, _quotient, _exponential),
-    *(_loss_scale, _diverged, _range_exceeded),
+    *(_where_gradient, _matrix, _constant, _masked_softmax),
+    *(*_OF_OPERANDS, _unused_branch, _loss_scale, _diverged, _range_exceeded),
 )
 
 

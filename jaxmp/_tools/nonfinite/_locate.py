@@ -13,7 +13,7 @@ from jaxmp._tools.audit import _trace
 from jaxmp._tools.fixes import _source, _trial
 from jaxmp._tools.nonfinite import _causes, _measure, _record
 from jaxmp._tools.nonfinite._measure import ArgumentRow, ArrayRow
-from jaxmp._tools.nonfinite._walk import Argument, Operation, Variable, Walk
+from jaxmp._tools.nonfinite._walk import Argument, Operation, Origin, Variable, Walk
 from jaxmp._tools.report._section import Fix, Located, Section, fix_parts, share_text
 from jaxmp._tools.report._views import Report
 
@@ -184,26 +184,31 @@ def locate_nonfinite(
     traced = _trace.trace(step, args, kwargs)
     _measure.check_usable(traced)
     search = _Search(traced)
-    report = search.report()
-    fix, edits = _trial.unified(report.fix, report.file, report.line, search.edits)
-    report = dataclasses.replace(report, fix=_source.with_names_of(report.file, report.fix))
-    is_code = any(line.startswith("    ") for line in fix.splitlines())
-    places = set(search.places()) if try_fixes and edits is not None else set()
-    if not places or edits is None:
-        # The search has run the step with the loss scale.
-        state = _trial.WORKS if report.cause == "loss_scale" else _trial.NOT_TRIED
-        return dataclasses.replace(report, trial=state * (try_fixes and is_code))
+    report, cause = search.report(), search.cause
+    places = set(search.places()) if try_fixes else set()
 
     def problems(_: bool) -> _trial.Problems:
         # Other values that are not finite come after those of the fix.
         after = places.intersection(_Search(_trace.trace(step, args, kwargs)).places())
         return dict.fromkeys(after, ("", None))
 
-    (trial,) = _trial.try_edits([edits], problems, places, [places])
-    if trial.state != _trial.FAILS:
-        return dataclasses.replace(report, trial=trial.state)
-    # The sentence without its code.
-    return dataclasses.replace(report, fix=fix.partition(":\n")[0] + ".", expression="")
+    while True:
+        own = () if cause is None else cause.edits
+        fix, edits = _trial.unified(report.fix, report.file, report.line, own)
+        report = dataclasses.replace(report, fix=_source.with_names_of(report.file, fix))
+        if not places or edits is None:
+            # The search has run the step with the loss scale.
+            state = _trial.WORKS if report.cause == "loss_scale" else _trial.NOT_TRIED
+            is_code = bool(_source.codes_of(fix))
+            return dataclasses.replace(report, trial=state * (try_fixes and is_code))
+        (trial,) = _trial.try_edits([edits], problems, places, [places])
+        if trial.state != _trial.FAILS:
+            return dataclasses.replace(report, trial=trial.state)
+        cause = None if cause is None else cause.otherwise
+        if cause is None:
+            # The sentence without its code.
+            return dataclasses.replace(report, fix=fix.partition(":\n")[0] + ".", expression="")
+        report = dataclasses.replace(report, fix=cause.fix, expression=cause.expression)
 
 
 class _Search:
@@ -213,8 +218,8 @@ class _Search:
         self.traced, self.scale = traced, _measure.scale_of(traced)
         self.recorder = _record.Recorder()
         self.run = _record.compiled(self.recorder, traced.closed)
-        # The expressions that the fix replaces.
-        self.edits: tuple[_source.Edit, ...] = ()
+        # The cause of the report, if an operation has it.
+        self.cause: _causes.NonfiniteCause | None = None
 
     def report(self) -> NonfiniteReport:
         arrays, scale = self.traced.arrays, self.scale
@@ -249,14 +254,22 @@ class _Search:
         else:
             source, shown = origin.source, origin.operation
             made, measured = _measure.measure(self.traced.closed, arrays, [source, shown])
-            overflows = self._overflows_in_fp32(arrays)
+            wide, wide_origin = self._in_fp32(arrays)
             passing = self._passing_scale(arrays, scale) if roots and scale is not None else None
             has_optimizer = any(self.traced.in_optimizer())
             evidence = _causes.NonfiniteEvidence(
-                walk, origin, made, measured, overflows, scale, passing, has_optimizer
+                walk=walk,
+                origin=origin,
+                source=made,
+                shown=measured,
+                overflows_in_fp32=wide_origin is not None and wide.is_overflow(wide_origin),
+                is_finite_in_fp32=wide.is_finite(source),
+                scale=scale,
+                passing_scale=passing,
+                has_optimizer=has_optimizer,
             )
             cause = _causes.cause_of(evidence)
-            self.edits = cause.edits
+            self.cause = cause
             fields |= _location(walk, cause.operation or shown, shown) | vars(measured)
             fields["index"] = next((row.index for row in measured.results if row.nonfinite), ())
         return NonfiniteReport(
@@ -279,12 +292,11 @@ class _Search:
         walk = Walk(self.recorder, self.run(arrays))
         return walk, _roots(walk)
 
-    def _overflows_in_fp32(self, arrays: list[Any]) -> bool:
-        """Returns True if the first origin of the step in FP32 is an overflow."""
+    def _in_fp32(self, arrays: list[Any]) -> tuple[Walk, Origin | None]:
+        """Returns the walk over the step in FP32, and its first origin."""
         recorder = _record.WideRecorder()
         walk = Walk(recorder, _record.compiled(recorder, self.traced.closed)(arrays))
-        origin = walk.origin(_roots(walk), _unused_results(walk))
-        return origin is not None and walk.is_overflow(origin)
+        return walk, walk.origin(_roots(walk), _unused_results(walk))
 
     def _passing_scale(self, arrays: list[Any], scale: _measure.ScaleArgument) -> float | None:
         """Returns the largest power of two below a loss scale with which the step is finite."""

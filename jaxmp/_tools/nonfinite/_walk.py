@@ -134,6 +134,11 @@ class Walk:
         """Returns the largest code of the results of an operation."""
         return max(map(self.code, operation.variables(operation.op.equation.outvars)))
 
+    def is_finite(self, operation: Operation) -> bool:
+        """Returns True if an operation of another run of the program has finite results here."""
+        here = operation._replace(region=self.regions[operation.region.key])
+        return here.at in self.positions(here.region) and self.results_code(here) == FINITE
+
     def operations(self) -> Iterator[tuple[Region, _checks.OpOccurrence]]:
         """Yields each equation of the program and the region that contains it."""
         for region in self.regions.values():
