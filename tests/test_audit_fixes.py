@@ -582,6 +582,19 @@ PASTED = {
 }
 
 
+def _mean_of_complements(x):
+    q = jax.nn.sigmoid(x)
+    return jnp.log(1 - q).astype(jnp.float32).mean()
+
+
+def test_the_logarithm_of_a_rounded_probability_is_one_function():
+    # In FP32, 1 - q is 0 from x = 17 on.
+    report = jaxmp.audit(jax.grad(_mean_of_complements), jnp.full(4, 20, jnp.bfloat16))
+    (finding,) = [each for each in report.errors if each.check == "log_of_rounded"]
+    assert code_of(finding.fix) == "jax.nn.log_sigmoid((-x).astype(jnp.float32))"
+    assert finding.trial == "works"
+
+
 @pytest.mark.parametrize("name", PASTED)
 def test_the_fix_of_a_step_is_its_own_code(name, tmp_path):
     body, codes = PASTED[name]

@@ -22,6 +22,7 @@ from jaxmp._tools.audit._origins import (
     fix_sums,
     is_in_flax,
 )
+from jaxmp._tools.fixes import _domains
 from jaxmp._tools.fixes._rewrite import with_sums
 
 LOG_OF_ROUNDED = Check(
@@ -194,8 +195,10 @@ def check_logarithm(op: OpOccurrence) -> None:
         (name, code), where = _PROBABILITIES[label.name], label.op.where
         function = "arctanh" if op.name == "atanh" else "logarithm"
         message = f"the {function} of a {name} that is rounded to {label.op.dtype.name} at {where}."
-        own = ""
-        if label.op.name == "convert_element_type":
+        own = _domains.in_one_function(op.expression, in_fp32=True)
+        if own:
+            own = f"Compute these steps in one function, which is finite:\n    {own}"
+        elif label.op.name == "convert_element_type":
             own = fix_expression(f"At {where}, do not round to 16 bits", label.op)
         elif label.op.is_own_call or label.op.name == "bitcast_convert_type":
             own = fix_operation(label.op).replace("Compute", f"At {where}, compute")

@@ -7,6 +7,7 @@ that is not in the table, or of another form.
 from __future__ import annotations
 
 import ast
+import dataclasses
 from collections.abc import Callable
 
 from jaxmp._tools.fixes import _functions, _rewrite, _source
@@ -119,18 +120,24 @@ _LOGARITHMS = {
 }
 
 
-def in_one_function(expression: _source.Expression) -> str:
+def in_one_function(expression: _source.Expression, *, in_fp32: bool = False) -> str:
     """Returns one function for steps that overflow, such as the log of a sum of exponentials.
 
     The code replaces the smallest expression around the given one that has such a function. The
     steps before may be lines above it, in the same function.
+
+    Args:
+      expression: the last step, or a part of it.
+      in_fp32: True for a function that computes in FP32.
     """
     values = _source.assigned_before(expression)
     of_name = lambda node: values.get(node.id) if isinstance(node, ast.Name) else None
     for outer in _source.enclosing(expression):
         whole = _rewrite.Changed(of_name).visit(outer.copy()) if values else outer.node
-        code = outer.replaced_by(_in_one_function(outer) or _in_one_function(outer, whole))
-        if code:
+        code = _in_one_function(outer) or _in_one_function(outer, whole)
+        if code and in_fp32:
+            code = _rewrite.wide_code(dataclasses.replace(outer, node=_rewrite.parsed(code)))
+        if code := outer.replaced_by(code):
             return code
     return ""
 

@@ -407,7 +407,7 @@ def _range(row: ArrayRow) -> str:
 _OF_OPERANDS = (_interval, _logarithm, _root, _quotient, _exponential)
 _CHECKS: tuple[Callable[[NonfiniteEvidence], NonfiniteCause | None], ...] = (
     *(_where_gradient, _matrix, _constant, _masked_softmax),
-    *(*_OF_OPERANDS, _unused_branch, _loss_scale, _diverged, _range_exceeded),
+    *(*_OF_OPERANDS, _loss_scale, _diverged, _range_exceeded, _unused_branch),
 )
 
 
