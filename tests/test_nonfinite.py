@@ -765,9 +765,24 @@ def test_the_end_of_a_domain_is_bounded(fn, x):
     assert (report.cause, report.trial) == ("outside_domain", "works")
 
 
+def _steep(x):
+    return 1e3 * jnp.log(x)
+
+
+def test_a_bound_has_a_finite_gradient():
+    report = jaxmp.locate_nonfinite(jax.grad(_steep), jnp.float32(0))
+    assert (code_of(report.fix), report.trial) == (
+        "jnp.log(jnp.maximum(x, jnp.finfo(x.dtype).eps))",
+        "works",
+    )
+
+
 def test_a_singular_matrix_is_named():
     report = jaxmp.locate_nonfinite(jnp.linalg.cholesky, -jnp.eye(2))
     assert report.cause == "singular_matrix" and "not positive definite" in report.message
+
+
+_SUM = "x[1] + 1e-08"
 
 
 def _distance(x):
@@ -805,6 +820,11 @@ def _mixture(x):
         ),
         # The code in FP32 does not help: the gradient of x overflows.
         (lambda x: jnp.exp(1.2e4 * x), "exp_overflow", ["jnp.exp(jnp.minimum(12000.0 * x, 11))"]),
+        (
+            lambda x: x / (x[1] + 1e-8),
+            "division_by_zero",
+            [f"x / jnp.where({_SUM} == 0, 1, {_SUM})"],
+        ),
         # No `where` of the user's discards the logarithm.
         (_mixture, "log_of_zero", ["jax.nn.log_softmax(x * 20000.0, axis=None)"]),
     ],
@@ -813,7 +833,7 @@ def test_operands_that_16_bits_round_are_the_cause(fn, cause, codes):
     x = jnp.array([[0.001, 0.0]], jnp.float16).T
     report = jaxmp.locate_nonfinite(jax.grad(lambda x: fn(x).sum().astype(jnp.float32)), x)
     assert (report.cause, report.trial) == (cause, "works"), report
-    assert "It is finite in FP32" in report.message
+    assert "the precision is the cause" in report.message
     assert [line.strip() for line in report.fix.splitlines() if line[:4] == "    "] == codes
 
 
@@ -826,6 +846,11 @@ def _changed(x):
     p = jax.nn.sigmoid(x)
     x = 2 * x
     return jnp.log(1 - p) + x
+
+
+def _of_layer(x):
+    p = jax.nn.softmax(_logarithm(-x), None)
+    return jnp.log(p)
 
 
 @pytest.mark.parametrize(
@@ -849,7 +874,8 @@ def _changed(x):
         (lambda x: jnp.log(jax.nn.softmax(-x, axis=0)), "jax.nn.log_softmax(-x, axis=0)"),
         (lambda x: jnp.log1p(-jax.nn.sigmoid(x)), "jax.nn.log_sigmoid(-x)"),
         (_logarithm, "jax.nn.log_sigmoid(-(2 * x))"),
-        # The variable has another value by then.
+        # A layer may have other parameters, and the variable has another value by then.
+        (_of_layer, "jnp.log(jnp.maximum(p, jnp.finfo(p.dtype).tiny))"),
         (_changed, "jnp.log(jnp.maximum(1 - p, jnp.finfo((1 - p).dtype).tiny))"),
     ],
 )

@@ -241,7 +241,8 @@ def constructor_of(expression: Expression) -> Expression:
 def assigned_before(expression: Expression) -> dict[str, ast.expr]:
     """Returns the values of variables that the function of an expression assigns once, above it.
 
-    The variables in a value are also parameters or assigned once, so that it is still the same.
+    A value is still the same: it calls only functions of libraries, and its variables are
+    parameters, or assigned once. A layer of Linen would have other parameters.
     """
     file, line = expression.place[:2]
     functions = (n for n in ast.walk(_tree(_text(file))) if isinstance(n, ast.FunctionDef))
@@ -250,12 +251,18 @@ def assigned_before(expression: Expression) -> dict[str, ast.expr]:
     times = Counter(n.arg for n in inside if isinstance(n, ast.arg))
     names = [n for n in inside if isinstance(n, ast.Name)]
     times.update(n.id for n in names if isinstance(n.ctx, ast.Store))
-    is_once = lambda node: all(times[n.id] < 2 for n in ast.walk(node) if isinstance(n, ast.Name))
+    name_of = lambda call: expression.name_of(call.func).rpartition(".")[2]
+
+    def is_same(value: ast.expr) -> bool:
+        nodes = list(ast.walk(value))
+        is_once = all(times[n.id] < 2 for n in nodes if isinstance(n, ast.Name))
+        return is_once and all(name_of(n).islower() for n in nodes if isinstance(n, ast.Call))
+
     values = {}
     for node in inside:
         match node:
             case ast.Assign([ast.Name(name)], value, end_lineno=end) if (end or line) < line:
-                values |= {name: value} if times[name] == 1 and is_once(value) else {}
+                values |= {name: value} if times[name] == 1 and is_same(value) else {}
     return values
 
 

@@ -109,6 +109,20 @@ class NonfiniteEvidence:
             return False
         return any(code == INFINITE for _, code in self.walk.operands(makers["exp"]))
 
+    @property
+    def has_lost_constant(self) -> bool:
+        """True if the user's code adds a constant to an operand, which is 0 in its dtype."""
+        before = MOVES | {"sqrt"}
+        operands = self.operation.variables(self.op.operands)
+        makers = (each.op for v in operands for each in self.walk.chain(v, before))
+        sums = (op for op in makers if op.name == "add" and _checks.half_of(op.operands))
+        is_zero = lambda var: _programs.is_literal(var) and not np.any(var.val)
+        has_number = lambda node: any(
+            isinstance(n, ast.Constant) and isinstance(n.value, float) and n.value
+            for n in ast.walk(node)
+        )
+        return any(any(map(is_zero, op.operands)) and has_number(op.expression.node) for op in sums)
+
     def is_in(self, package: str) -> bool:
         """Returns True if a package, and not the user's own code, makes the operation."""
         files = [code.co_filename for code in self.op.codes]
@@ -131,7 +145,8 @@ def cause_of(evidence: NonfiniteEvidence) -> NonfiniteCause:
     for check in _CHECKS:
         cause = check(evidence)
         if cause is not None:
-            is_rounded = check in _OF_OPERANDS and evidence.is_finite_in_fp32
+            is_rounded = evidence.is_finite_in_fp32 or evidence.has_lost_constant
+            is_rounded &= check in _OF_OPERANDS
             return _of_rounding(evidence, cause) if is_rounded else cause
     rows = ", ".join(f"{row.dtype} {_range(row)}" for row in evidence.source.operands)
     return NonfiniteCause("", f"{evidence.op.name} returns values that are not finite for {rows}.")
@@ -139,7 +154,8 @@ def cause_of(evidence: NonfiniteEvidence) -> NonfiniteCause:
 
 def _of_rounding(e: NonfiniteEvidence, cause: NonfiniteCause) -> NonfiniteCause:
     """Returns a cause that FP32 operands do not have, with the fix that does not round them."""
-    message = f"{cause.message} It is finite in FP32: the precision is the cause."
+    lost = "A constant that is added before is 0 in 16 bits" * e.has_lost_constant
+    message = f"{cause.message} {lost or 'It is finite in FP32'}: the precision is the cause."
     cause = cause._replace(message=message)
     fix = _origins.fix_operation(e.op) if _checks.half_of(e.op.operands) else ""
     fix = fix or _origins.fix_rounding(e.op)
@@ -254,9 +270,13 @@ def _of_log(e: NonfiniteEvidence, x: float, row: ArrayRow) -> NonfiniteCause:
     old = e.op.expression
     name = "log_of_negative" if x < 0 else "log_of_zero"
     message = f"The logarithm reads {x:g} ({row.zero:.1%} of the {row.dtype} operand is zero)."
+    # The gradient at the smallest normal number may overflow.
+    keep, cause = "Keep the operand positive", None
+    for bound in (_domains.EPS, _domains.TINY):
+        code = _domains.at_least(old, bound, "log")
+        cause = e.cause(name, message, keep, code)._replace(otherwise=cause)
     stable = _domains.in_one_function(old)
-    code = stable or _domains.at_least(old, _domains.TINY, "log")
-    return e.cause(name, message, _IN_ONE if stable else "Keep the operand positive", code)
+    return e.cause(name, message, _IN_ONE, stable)._replace(otherwise=cause) if stable else cause
 
 
 def _root(e: NonfiniteEvidence) -> NonfiniteCause | None:
