@@ -96,18 +96,10 @@ class NonfiniteEvidence:
         value = self.source.operands[operand].value
         return np.nan if value is None else value
 
-    def made_by(self, operand: int, through: frozenset[str] = MOVES) -> set[str]:
-        """Returns the operation that computes an operand, and those before `through`."""
+    def made_by(self, operand: int, through: frozenset[str] = MOVES) -> dict[str, Operation]:
+        """Returns name -> the operation that computes an operand, and those before `through`."""
         (variable,) = self.operation.variables([self.op.operands[operand]])
-        return {each.op.name for each in self.walk.chain(variable, through)}
-
-    def is_sum_of_masked(self, operand: int) -> bool:
-        """Returns True if an operand is a sum of exponentials of elements that are infinite."""
-        (variable,) = self.operation.variables([self.op.operands[operand]])
-        makers = {each.op.name: each for each in self.walk.chain(variable, MOVES)}
-        if "reduce_sum" not in makers or "exp" not in makers:
-            return False
-        return any(code == INFINITE for _, code in self.walk.operands(makers["exp"]))
+        return {each.op.name: each for each in self.walk.chain(variable, through)}
 
     @property
     def has_lost_constant(self) -> bool:
@@ -245,7 +237,9 @@ def _constant(e: NonfiniteEvidence) -> NonfiniteCause | None:
 
 def _masked_softmax(e: NonfiniteEvidence) -> NonfiniteCause | None:
     position = {"div": 1, "log": 0}.get(e.op.name)
-    of_sum = position is not None and e.is_sum_of_masked(position)
+    makers = {} if position is None else e.made_by(position)
+    exp = makers.get("exp") if "reduce_sum" in makers else None
+    of_sum = exp is not None and INFINITE in (code for _, code in e.walk.operands(exp))
     if not of_sum and not e.walk.is_masked_softmax(e.operation):
         return None
     row = list(e.result.index[:-1] or e.result.index)
@@ -314,7 +308,7 @@ def _quotient(e: NonfiniteEvidence) -> NonfiniteCause | None:
     is_call = isinstance(old.node, ast.Call)
     if is_call and old.text.partition("(")[0].rpartition(".")[2] in _LOGS:
         return _of_log(e, 0.0, row)
-    if is_call and made & _ROOTS and differentiated:
+    if is_call and made.keys() & _ROOTS and differentiated:
         return _of_root(e, "root_of_zero", "The root reads 0, where its derivative is infinite.")
     if "sqrt" in made and not differentiated and e.is_in("optax"):
         # The smallest power of ten that is a normal number of the dtype.
