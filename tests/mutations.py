@@ -1502,7 +1502,12 @@ test_audit.py::test_a_barrier_of_two_arrays_mixes_no_labels
 the fix of a wide operand in words asks for FP32
 - remedy = "Cast the wide arrays that this line reads to 16 bits."
 + pass
-test_audit_fixes.py::test_a_rejected_fix_of_wide_operands_names_16_bits
+test_audit_fixes.py::test_a_rejected_fix_names_the_dtype_without_code
+
+the fix in words of a rounded result rounds it again
+- remedy = " ".join(re.sub(":$", ".", sentence) for sentence in sentences)
++ remedy = "Cast the arrays that this line reads to FP32, and its results back."
+test_audit_fixes.py::test_a_rejected_fix_names_the_dtype_without_code
 
 the report names bf16 for a GPU without bfloat16
 - "bf16" if "bfloat16" in chip.native else "fp16"

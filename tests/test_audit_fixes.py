@@ -1014,12 +1014,23 @@ def test_a_fix_has_the_name_that_the_file_imports(line, tmp_path):
     assert ("requires `import jax.numpy as jnp`" in finding.fix) == (name == "jnp")
 
 
-def test_a_rejected_fix_of_wide_operands_names_16_bits(tmp_path):
-    body = ["y = x + jnp.ones((8, 8))", "assert y.dtype == jnp.float32", "return y @ y"]
+WIDE, ROUNDED = "Cast the wide arrays that this line reads to 16 bits.", "Return the FP32 sums."
+SUM_OF_EXP = "return jax.nn.softmax(y.astype(jnp.float32)).max()"
+
+
+@pytest.mark.parametrize(
+    ("line", "dtype", "result", "checks", "fix"),
+    [
+        ("x + jnp.ones((8, 8))", "float32", "return y @ y", "fp32_matmul implicit_promotion", WIDE),
+        ("x @ x", "bfloat16", SUM_OF_EXP, "rounded_output", ROUNDED),
+    ],
+)
+def test_a_rejected_fix_names_the_dtype_without_code(line, dtype, result, checks, fix, tmp_path):
+    body = [f"y = {line}", f"assert y.dtype == jnp.{dtype}", result]
     loss_fn = load_module(source_of(body), tmp_path).loss_fn
     report = jaxmp.audit(loss_fn, jnp.ones((8, 8), jnp.bfloat16), recipe="bf16")
-    assert {f.check for f in report.errors} == {"fp32_matmul", "implicit_promotion"}
-    assert all(f.fix.startswith("Cast the wide arrays that this line") for f in report.errors)
+    assert {f.check for f in report.errors} == set(checks.split())
+    assert all(f.fix.startswith(fix) and "prints no code" in f.fix for f in report.errors)
 
 
 @pytest.mark.parametrize(
