@@ -935,6 +935,11 @@ references become values inside of functions with a derivative of their own
 test_programs.py::test_references_become_values
 """,
     "jaxmp/_programs/_locations.py": r"""
+modules below a method of the root have its class in their paths
+- roots = set(map(_jaxprs.without_methods, scopes))
++ roots = set(scopes)
+test_audit.py::test_modules_below_methods_of_the_root_have_the_paths_of_rules
+
 autocast multiplies in FP32 wherever the helper of a distance multiplies
 - return tuple(_calls(equation))
 + return tuple(_calls(equation))[:1]

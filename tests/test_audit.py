@@ -236,6 +236,34 @@ def test_full_precision_is_allowed():
     assert {row.module for row in report.matmuls} == {"lin"}
 
 
+class CallsOwnMethods(nn.Module):
+    def setup(self):
+        self.a, self.b = nn.Dense(32), nn.Dense(5)
+
+    def __call__(self, x):
+        return self.head(self.a(x))
+
+    def head(self, x):
+        return jax.nn.softmax(self.b(x))
+
+    def loss(self, x):
+        return self(x).max() + self.head(x).max()
+
+
+@pytest.mark.parametrize("method", ["__call__", "loss"])
+def test_modules_below_methods_of_the_root_have_the_paths_of_rules(method):
+    model, x = CallsOwnMethods(), jnp.ones((4, 32))
+    args = jax.tree.map(lambda p: p.astype(jnp.bfloat16), (model.init(jax.random.key(0), x), x))
+    report = jaxmp.audit(lambda *args: model.apply(*args, method=method), *args, recipe="bf16")
+    assert {row.module for row in report.matmuls} == {"a", "b"}
+    softmax, classes = (
+        next(f for f in report.findings if f.check == check)
+        for check in ("softmax_16bit", "misaligned_matmul")
+    )
+    assert softmax.module == "" and classes.module == "b"
+    assert classes.fix.startswith("If 5 is the number of classes, it may stay")
+
+
 def test_fp32_that_was_never_16_bits_is_no_finding_without_policies():
     x = shape(16, 16, dtype=jnp.float32)
     assert audit(lambda x: x @ x, x).ok

@@ -82,16 +82,16 @@ class Locations:
 
 def root_of(names: dict[_jaxprs.Path, None]) -> _jaxprs.Path:
     """Returns the scope that Flax names after the root's class, if there is exactly one."""
-    roots = {path[:1] for path in names if len(path) > 1 and path[0][:1].isupper()}
+    scopes = (path[:1] for path in names if len(path) > 1 and path[0][:1].isupper())
+    roots = set(map(_jaxprs.without_methods, scopes))
     return next(iter(roots)) if len(roots) == 1 else ()
 
 
 def module_of(names: _jaxprs.Path, root: _jaxprs.Path) -> str:
     """Returns the `/`-joined module path below the root."""
-    below = names[len(root) :] if root and names[: len(root)] == root else names
-    return "/".join(
-        _jaxprs.without_methods(tuple(name for name in below if name != FULL_PRECISION))
-    )
+    # The scope of a method of the root itself, such as `Net/Net.pool`, is that of the root.
+    path = _jaxprs.without_methods(tuple(name for name in names if name != FULL_PRECISION))
+    return "/".join(path[len(root) :] if path[: len(root)] == root else path)
 
 
 # ---------------------------------------------------------------------------

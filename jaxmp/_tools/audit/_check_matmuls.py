@@ -489,6 +489,6 @@ def _fix_classes(classes: int, width: int) -> str:
     """Returns the fix of a head whose number of classes is not aligned."""
     masked = f"jnp.where(jnp.arange({width}) < {classes}, logits, jnp.finfo(logits.dtype).min)"
     return (
-        f"{classes} is the number of classes, and may stay as it is. To align it, compute {width}"
+        f"If {classes} is the number of classes, it may stay as it is. To align it, compute {width}"
         f" logits, and mask those without a class:\n    logits = {masked}"
     )
