@@ -936,8 +936,8 @@ test_programs.py::test_references_become_values
 """,
     "jaxmp/_programs/_locations.py": r"""
 modules below a method of the root have its class in their paths
-- roots = set(map(_jaxprs.without_methods, scopes))
-+ roots = set(scopes)
+- {_jaxprs.without_methods(p[:1]) for p in names
++ {p[:1] for p in names
 test_audit.py::test_modules_below_methods_of_the_root_have_the_paths_of_rules
 
 autocast multiplies in FP32 wherever the helper of a distance multiplies
@@ -1510,7 +1510,7 @@ the fix of a wide operand in words asks for FP32
 test_audit_fixes.py::test_a_rejected_fix_names_the_dtype_without_code
 
 the fix in words of a rounded result rounds it again
-- remedy = " ".join(re.sub(":$", ".", sentence) for sentence in sentences)
+- remedy = " ".join(sentence.rstrip(":.") + "." for sentence in sentences)
 + remedy = "Cast the arrays that this line reads to FP32, and its results back."
 test_audit_fixes.py::test_a_rejected_fix_names_the_dtype_without_code
 

@@ -1014,23 +1014,15 @@ def test_a_fix_has_the_name_that_the_file_imports(line, tmp_path):
     assert ("requires `import jax.numpy as jnp`" in finding.fix) == (name == "jnp")
 
 
-WIDE, ROUNDED = "Cast the wide arrays that this line reads to 16 bits.", "Return the FP32 sums."
-SUM_OF_EXP = "return jax.nn.softmax(y.astype(jnp.float32)).max()"
+WIDE = ["y = x + jnp.ones((8, 8))", "assert y.dtype == jnp.float32", "return y @ y"]
+ROUNDED = ["y = x @ x", "assert y.dtype == bf", "return jax.nn.softmax(y.astype(jnp.float32))"]
 
 
-@pytest.mark.parametrize(
-    ("line", "dtype", "result", "checks", "fix"),
-    [
-        ("x + jnp.ones((8, 8))", "float32", "return y @ y", "fp32_matmul implicit_promotion", WIDE),
-        ("x @ x", "bfloat16", SUM_OF_EXP, "rounded_output", ROUNDED),
-    ],
-)
-def test_a_rejected_fix_names_the_dtype_without_code(line, dtype, result, checks, fix, tmp_path):
-    body = [f"y = {line}", f"assert y.dtype == jnp.{dtype}", result]
+@pytest.mark.parametrize(("body", "fix"), [(WIDE, "Cast the wide "), (ROUNDED, "Return the FP32 ")])
+def test_a_rejected_fix_names_the_dtype_without_code(body, fix, tmp_path):
     loss_fn = load_module(source_of(body), tmp_path).loss_fn
-    report = jaxmp.audit(loss_fn, jnp.ones((8, 8), jnp.bfloat16), recipe="bf16")
-    assert {f.check for f in report.errors} == set(checks.split())
-    assert all(f.fix.startswith(fix) and "prints no code" in f.fix for f in report.errors)
+    errors = jaxmp.audit(loss_fn, jnp.ones((8, 8), jnp.bfloat16), recipe="bf16").errors
+    assert errors and all(f.fix.startswith(fix) and "prints no code" in f.fix for f in errors)
 
 
 @pytest.mark.parametrize(

@@ -398,7 +398,7 @@ def test_init_adds_a_state_for_every_layer_in_fp8_and_nothing_else():
 def test_a_model_without_its_state_is_refused():
     x = jnp.ones((2, 16, 32))
     model, variables = delayed(models_linen.OfEachKind(), x)
-    with pytest.raises(CompositionError, match=r"finds no state for 'einsum'.*variables"):
+    with pytest.raises(CompositionError, match=r"finds no state for 'einsum'.*wrapped"):
         model.apply({"params": variables["params"]}, x)
 
 

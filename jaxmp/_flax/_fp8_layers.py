@@ -198,7 +198,7 @@ def read_linen_state(ref: Callable[[], Any], scaling: _scaling.Scaling) -> dict[
         if not module.is_mutable_collection(OVERWRITE):
             raise CompositionError(
                 f"{type(scaling).__name__} finds no state for {'/'.join(module.scope.path)!r}. "
-                f"Pass all variables that `init` returned, including {OVERWRITE!r}, to `apply`: "
+                f"Pass all variables that `init` of the wrapped model returns, with {OVERWRITE!r}: "
                 "model.apply(variables, x); TrainState.create(params=variables) trains them. "
                 "Layers under nn.scan and nn.vmap require "
                 f"variable_axes={{'params': 0, {OVERWRITE!r}: 0}}, or, where all steps share the "

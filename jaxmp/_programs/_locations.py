@@ -82,8 +82,7 @@ class Locations:
 
 def root_of(names: dict[_jaxprs.Path, None]) -> _jaxprs.Path:
     """Returns the scope that Flax names after the root's class, if there is exactly one."""
-    scopes = (path[:1] for path in names if len(path) > 1 and path[0][:1].isupper())
-    roots = set(map(_jaxprs.without_methods, scopes))
+    roots = {_jaxprs.without_methods(p[:1]) for p in names if len(p) > 1 and p[0][:1].isupper()}
     return next(iter(roots)) if len(roots) == 1 else ()
 
 

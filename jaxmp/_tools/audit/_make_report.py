@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import linecache
-import re
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -241,8 +240,8 @@ def _with_trial(finding: Finding, group: _trial.Edits, trial: _trial.FixTrial) -
         fix = _trial.with_edits(finding.fix, group, trial.edits) if trial.edits else finding.fix
         fix = functools.reduce(_source.both, trial.more, fix)
         return dataclasses.replace(finding, fix=fix, trial=trial.state)
-    sentences = [text for is_code, text in _section.fix_parts(finding.fix) if not is_code]
-    remedy = " ".join(re.sub(":$", ".", sentence) for sentence in sentences)
+    sentences = (text for is_code, text in _section.fix_parts(finding.fix) if not is_code)
+    remedy = " ".join(sentence.rstrip(":.") + "." for sentence in sentences)
     if finding.check in _NARROWED:
         remedy = "Cast the wide arrays that this line reads to 16 bits."
     tried = "what it tried fails, keeps the finding, or leads to another one."
