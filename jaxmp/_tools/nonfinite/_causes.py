@@ -60,8 +60,7 @@ class NonfiniteEvidence:
       origin: the origin, which is an operation.
       source: operands and results of the operation that made the value.
       shown: those of the operation that is reported.
-      overflows_in_fp32: True if the whole step in FP32 overflows too.
-      is_finite_in_fp32: True if the operation is finite in a run of the whole step in FP32.
+      in_fp32: returns a walk over the whole step in FP32, and its first origin.
       scale: the loss scale among the arguments.
       passing_scale: the largest smaller power of two with which the step is finite; None if there
         is none.
@@ -72,8 +71,7 @@ class NonfiniteEvidence:
     origin: Origin
     source: Measured
     shown: Measured
-    overflows_in_fp32: bool
-    is_finite_in_fp32: bool
+    in_fp32: Callable[[], tuple[Walk, Origin | None]]
     scale: ScaleArgument | None
     passing_scale: float | None
     has_optimizer: bool
@@ -100,6 +98,17 @@ class NonfiniteEvidence:
         """Returns name -> the operation that computes an operand, and those before `through`."""
         (variable,) = self.operation.variables([self.op.operands[operand]])
         return {each.op.name: each for each in self.walk.chain(variable, through)}
+
+    @property
+    def overflows_in_fp32(self) -> bool:
+        """True if the whole step in FP32 overflows too."""
+        walk, origin = self.in_fp32()
+        return origin is not None and walk.is_overflow(origin)
+
+    @property
+    def is_rounded(self) -> bool:
+        """True if the rounding of the operands is the cause."""
+        return self.has_lost_constant or self.in_fp32()[0].is_finite(self.operation)
 
     @property
     def has_lost_constant(self) -> bool:
@@ -137,8 +146,7 @@ def cause_of(evidence: NonfiniteEvidence) -> NonfiniteCause:
     for check in _CHECKS:
         cause = check(evidence)
         if cause is not None:
-            is_rounded = evidence.is_finite_in_fp32 or evidence.has_lost_constant
-            is_rounded &= check in _OF_OPERANDS
+            is_rounded = check in _OF_OPERANDS and evidence.is_rounded
             return _of_rounding(evidence, cause) if is_rounded else cause
     rows = ", ".join(f"{row.dtype} {_range(row)}" for row in evidence.source.operands)
     return NonfiniteCause("", f"{evidence.op.name} returns values that are not finite for {rows}.")
@@ -371,7 +379,7 @@ def _loss_scale(e: NonfiniteEvidence) -> NonfiniteCause | None:
 
 
 def _diverged(e: NonfiniteEvidence) -> NonfiniteCause | None:
-    if not e.overflows_in_fp32 or not e.walk.is_overflow(e.origin):
+    if not e.walk.is_overflow(e.origin) or not e.overflows_in_fp32:
         return None
     message = (
         f"{e.op.name} overflows {e.result.dtype}, and the same step in FP32 overflows too: the "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import linecache
 import math
 from collections.abc import Callable, Iterator
@@ -254,7 +255,6 @@ class _Search:
         else:
             source, shown = origin.source, origin.operation
             made, measured = _measure.measure(self.traced.closed, arrays, [source, shown])
-            wide, wide_origin = self._in_fp32(arrays)
             passing = self._passing_scale(arrays, scale) if roots and scale is not None else None
             has_optimizer = any(self.traced.in_optimizer())
             evidence = _causes.NonfiniteEvidence(
@@ -262,8 +262,7 @@ class _Search:
                 origin=origin,
                 source=made,
                 shown=measured,
-                overflows_in_fp32=wide_origin is not None and wide.is_overflow(wide_origin),
-                is_finite_in_fp32=wide.is_finite(source),
+                in_fp32=functools.cache(lambda: self._in_fp32(arrays)),
                 scale=scale,
                 passing_scale=passing,
                 has_optimizer=has_optimizer,
@@ -294,8 +293,12 @@ class _Search:
 
     def _in_fp32(self, arrays: list[Any]) -> tuple[Walk, Origin | None]:
         """Returns the walk over the step in FP32, and its first origin."""
-        recorder = _record.WideRecorder()
-        walk = Walk(recorder, _record.compiled(recorder, self.traced.closed)(arrays))
+        recorder, run = self.recorder, self.run
+        rows = ((*e.invars, *e.outvars) for e in _programs.equations(self.traced.closed))
+        if any(_programs.is_narrow(var.aval) for row in rows for var in row):
+            recorder = _record.WideRecorder()
+            run = _record.compiled(recorder, self.traced.closed)
+        walk = Walk(recorder, run(arrays))
         return walk, walk.origin(_roots(walk), _unused_results(walk))
 
     def _passing_scale(self, arrays: list[Any], scale: _measure.ScaleArgument) -> float | None:
