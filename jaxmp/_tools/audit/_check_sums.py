@@ -53,6 +53,8 @@ def check_sum(op: OpOccurrence, dtype: np.dtype) -> None:
         return
     in_chunks = op.name in _IN_CHUNKS
     verb = "multiplies" if "prod" in op.name or op.name == "scatter-mul" else "adds"
+    # All indices of a scatter may be equal.
+    verb += " up to" * (op.name.startswith("scatter") and not op.is_backward)
     text = error_text(terms, dtype, in_chunks=in_chunks)
     message = f"{op.name} {verb} {terms:,} terms in {dtype.name} {text}."
     is_backward = op.is_backward
@@ -122,7 +124,6 @@ def _terms(op: OpOccurrence) -> int:
     if op.is_backward:
         # In the gradient of a lookup, the indices are those of different rows; the mean counts.
         return math.ceil(equation.invars[2].aval.size / max(operand.size, 1))
-    # In a scatter of the forward pass, all indices may be equal.
     return math.prod(equation.invars[1].aval.shape[:-1])
 
 
