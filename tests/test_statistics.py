@@ -549,6 +549,8 @@ def test_the_suggested_scale_is_confirmed_by_all_powers_of_two(exponents):
         else "No scale loses less than 0.1%"
     )
     assert text in str(report)
+    lossless = [scale for scale, *shares in report.scales if not any(shares)]
+    assert not lossless or f"2.0**{np.log2(lossless[0]):.0f} " in str(report)
 
 
 def test_gradients_that_are_not_finite_or_all_zero_are_named():

@@ -86,8 +86,11 @@ class StatsReport(Report):
     unknown: tuple[str, ...] = ()
 
     def _sections(self, full: bool) -> list[Section]:
-        lost = [row for row in self.scales if 0 < row[1] + row[2] < 1]
-        near = self.scales if full else lost or self.scales[:1]
+        # The scales that lose a part of the gradient, and those beside them that lose nothing.
+        lost = [row[1] + row[2] for row in self.scales]
+        is_near = [any(0 < x < 1 for x in lost[max(n - 1, 0) : n + 2]) for n in range(len(lost))]
+        some = [row for n, row in enumerate(self.scales) if is_near[n] and lost[n] < 1]
+        near = self.scales if full else some or self.scales[:1]
         scales = tuple((_power(x), *map(share_text, row)) for x, *row in near)
         is_usable = self.loss_scale is not None and not self._nonfinite()
         mood = "" if not self.tensors else "good" if is_usable else "bad"
