@@ -9,7 +9,6 @@ import dataclasses
 import functools
 import linecache
 import re
-from collections import Counter
 from collections.abc import Iterable, Iterator
 from types import CodeType
 from typing import Any, NamedTuple
@@ -248,7 +247,7 @@ def assigned_before(expression: Expression) -> dict[str, ast.expr]:
     functions = (n for n in ast.walk(_tree(_text(file))) if isinstance(n, ast.FunctionDef))
     outer = [n for n in functions if n.lineno <= line <= (n.end_lineno or 0)]
     inside = list(ast.walk(outer[-1])) if outer else []
-    times = Counter(n.arg for n in inside if isinstance(n, ast.arg))
+    times = collections.Counter(n.arg for n in inside if isinstance(n, ast.arg))
     names = [n for n in inside if isinstance(n, ast.Name)]
     times.update(n.id for n in names if isinstance(n.ctx, ast.Store))
     name_of = lambda call: expression.name_of(call.func).rpartition(".")[2]
