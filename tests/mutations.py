@@ -1885,6 +1885,11 @@ locate: a literal of a select has a shape
 test_nonfinite.py::test_a_select_between_a_scalar_and_a_literal
 """,
     "jaxmp/_tools/nonfinite/_walk.py": r"""
+locate: a NaN of the program has no line
+- made = [v for v in nan if not self.is_constant(v)]
++ made = nan
+test_nonfinite.py::test_nan_of_the_program_has_a_line
+
 locate: gradients that are all zero count as healthy
 -         return codes == {_record.ZERO}
 +         return False

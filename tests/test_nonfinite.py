@@ -447,9 +447,6 @@ def test_a_poisoned_argument_that_is_not_read_is_only_listed():
 def test_an_origin_that_is_not_recorded_is_not_invented():
     report = jaxmp.locate_nonfinite(lambda x: x * jnp.inf, X)
     assert report.reproduced and report.cause == "" and report.primitive == "mul"
-    report = jaxmp.locate_nonfinite(lambda x: jnp.full(2, jnp.nan), X)
-    assert report.reproduced and "they come from a constant" in report.message
-    assert "Not finite: not a recorded operation" in str(report)
 
     def late(x):
         body = lambda carry: (carry[0] + 1, carry[1] / (carry[0] - 300))
@@ -458,6 +455,31 @@ def test_an_origin_that_is_not_recorded_is_not_invented():
     report = jaxmp.locate_nonfinite(late, jnp.full(4, 100.0))
     assert report.reproduced and report.cause == ""
     assert "a while loop after its first 255 iterations" in report.message
+    assert "Not finite: not a recorded operation" in str(report)
+
+
+MISSING = np.array([1.0, np.nan, 1.0, 1.0], np.float32)
+CONSTANTS = {
+    "full": (lambda x: jnp.full(2, jnp.nan), "bad_constant"),
+    "literal": (lambda x: jnp.where(x > 1, jnp.nan, x).sum(), "bad_constant"),
+    "array": (lambda x: (x * MISSING).sum(), "bad_constant"),
+    "carry": (
+        lambda x: lax.scan(lambda c, y: (c, y * c), jnp.nan, jnp.repeat(x, 2000))[1],
+        "bad_constant",
+    ),
+    "gradient": (
+        jax.grad(lambda x: jnp.where(jnp.isnan(MISSING), 0, (x - MISSING) ** 2).sum()),
+        "where_gradient",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CONSTANTS)
+def test_nan_of_the_program_has_a_line(name):
+    fn, cause = CONSTANTS[name]
+    report = jaxmp.locate_nonfinite(fn, jnp.arange(4.0))
+    assert (report.cause, Path(report.file).name) == (cause, "test_nonfinite.py")
+    assert "NaN" in report.message
 
 
 def test_the_iteration_of_a_reversed_scan_is_found():

@@ -16,7 +16,7 @@ from jaxmp._core import _compat
 from jaxmp._tools.audit import _checks, _origins
 from jaxmp._tools.fixes import _domains, _rewrite, _source
 from jaxmp._tools.nonfinite._measure import ArgumentRow, ArrayRow, Measured, ScaleArgument
-from jaxmp._tools.nonfinite._record import INFINITE
+from jaxmp._tools.nonfinite._record import INFINITE, NAN
 from jaxmp._tools.nonfinite._walk import MOVES, Operation, Origin, Walk
 
 _LOGS = frozenset({"log", "log1p", "log2"})
@@ -111,6 +111,12 @@ class NonfiniteEvidence:
         return self.has_lost_constant or self.in_fp32()[0].is_finite(self.operation)
 
     @property
+    def reads_nan_constant(self) -> bool:
+        """True if the operation reads NaN that the program contains."""
+        operands = self.walk.operands(self.operation)
+        return any(code == NAN and self.walk.is_constant(each) for each, code in operands)
+
+    @property
     def has_lost_constant(self) -> bool:
         """True if the user's code adds a constant to an operand, which is 0 in its dtype."""
         before = MOVES | {"sqrt"}
@@ -188,9 +194,10 @@ def _unused_branch(e: NonfiniteEvidence) -> NonfiniteCause | None:
                 inner = shown.op.expression
                 code = _domains.double_where(select.op.expression, inner)
                 text = f"`{inner.text}`" if inner.text else shown.op.name
+                kind = "NaN" if e.reads_nan_constant else "infinite"
                 message = (
                     f"The forward pass discards the result of {text} here, so its gradient is "
-                    "zero, and the derivative is infinite: zero times infinity is NaN."
+                    f"zero, and the derivative is {kind}: their product is NaN."
                 )
                 sentence = "Replace the operand too where the branch is not used"
                 return e.cause("where_gradient", message, sentence, code, select)
@@ -230,6 +237,16 @@ def _matrix(e: NonfiniteEvidence) -> NonfiniteCause | None:
     message = f"{e.op.name} returns values that are not finite: its matrix {_MATRICES[e.op.name]}."
     fix = "Add a multiple of the identity to the matrix, such as 1e-6 times its largest element."
     return NonfiniteCause("singular_matrix", message, fix)
+
+
+def _nan_constant(e: NonfiniteEvidence) -> NonfiniteCause | None:
+    if not e.reads_nan_constant:
+        return None
+    fix = (
+        "Put a number in its place. If it stands for a missing value, keep a mask: a `where` that "
+        "discards NaN later does not change the gradient, which is NaN, too."
+    )
+    return NonfiniteCause("bad_constant", f"{e.op.name} reads a constant that is NaN.", fix)
 
 
 def _constant(e: NonfiniteEvidence) -> NonfiniteCause | None:
@@ -428,7 +445,7 @@ def _range(row: ArrayRow) -> str:
 # Causes that may come from the rounding of operands.
 _OF_OPERANDS = (_interval, _logarithm, _root, _quotient, _exponential)
 _CHECKS: tuple[Callable[[NonfiniteEvidence], NonfiniteCause | None], ...] = (
-    *(_where_gradient, _matrix, _constant, _masked_softmax),
+    *(_where_gradient, _nan_constant, _matrix, _constant, _masked_softmax),
     *(*_OF_OPERANDS, _loss_scale, _diverged, _range_exceeded, _unused_branch),
 )
 

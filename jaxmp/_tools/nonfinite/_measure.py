@@ -213,7 +213,8 @@ class _Operands(_record.Recorder):
         if target in self.types:
             # Random keys and other extended dtypes have no elements.
             groups = [operands, results, _programs.bind_in_fp32(equation, operands)]
-            groups = [[x for x in map(_record.on_device, g) if _is_number(x)] for g in groups]
+            groups = [filter(_is_number, map(_record.on_device, group)) for group in groups]
+            groups = [list(map(_programs.as_jax_array, group)) for group in groups]
             self.types[target] = [[(str(x.dtype), np.shape(x)) for x in each] for each in groups]
             position = _first(groups[1][0])
             rows = [[_elements(x, groups[1][0], position) for x in each] for each in groups]

@@ -189,6 +189,17 @@ class Walk:
         else:
             yield Operation(region, at, index)
 
+    def is_constant(self, variable: Variable) -> bool:
+        """Returns True for a literal or constant of the program, also behind calls."""
+        waiting: list[Operation | Variable | Argument] = [variable]
+        while waiting:
+            each = waiting.pop()
+            if not isinstance(each, Variable):
+                return False
+            if not _programs.is_literal(each.var) and each.var not in each.region.body.constvars:
+                waiting += self.makers(each)
+        return True
+
     def _outside(self, region: Region, at: At, number: int) -> Iterator[Variable | Argument]:
         """Yields the arguments and outer variables that a parameter of a jaxpr receives."""
         outer, inner = region.outer, region.inner
@@ -305,8 +316,9 @@ class Walk:
                 infinite = [v for v, code in operands if code == INFINITE]
                 if result == FINITE:
                     continue
-                if nan and (result == NAN or not infinite):
-                    waiting += [(v, below) for v in nan]
+                made = [v for v in nan if not self.is_constant(v)]
+                if made and (result == NAN or not infinite):
+                    waiting += [(v, below) for v in made]
                 elif infinite and (result == INFINITE or follow_infinite):
                     waiting += [(v, below) for v in infinite]
                 else:
