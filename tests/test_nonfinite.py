@@ -763,7 +763,7 @@ def test_the_programs_of_the_page_print_its_outputs(page, capsys, tmp_path):
 
 def test_the_page_names_every_cause():
     causes = {plant.cause for plant in PLANTS}
-    causes |= {"diverged", "outside_domain", "singular_matrix"}
+    causes |= {"bad_constant", "diverged", "outside_domain", "singular_matrix"}
     text = PAGE.read_text("utf-8")
     assert [cause for cause in causes if f"`{cause}`" not in text] == []
     table = text.partition("### Causes")[2].partition("\n## ")[0]
