@@ -1591,9 +1591,14 @@ test_cli.py::test_a_mistake_is_one_message
 test_memory.py::test_a_share_on_the_command_line_replaces_that_of_the_environment
 
 a file is imported by a name that is that of another module
-- is_apart = "." in name or _is_other(module, file)
+- is_apart = is_apart or is_library or "." in name
 + is_apart = False
 test_cli_inputs.py::test_a_file_is_loaded_by_its_path
+
+the neighbours of a file come after those of the current directory
+- sys.path.insert(len(sys.path) if is_library else 0, folder)
++ sys.path.append(folder)
+test_cli_inputs.py::test_a_file_imports_its_neighbours_first
 """,
     "jaxmp/_tools/cli/_outputs.py": r"""
 a result of the command replaces its input

@@ -370,6 +370,7 @@ PARSER = "import argparse\np = argparse.ArgumentParser()\np.add_argument('--lr')
     ("file", "text"),
     [
         ("types.py", STEP),
+        ("time.py", STEP),
         ("jax.py", STEP),
         # A module that no one has imported yet.
         ("zipapp.py", f"import zipapp\nzipapp.create_archive\n{STEP}"),
@@ -391,4 +392,16 @@ def test_a_file_is_loaded_by_its_path(file, text, command, write, tmp_path, monk
             write("", f"{name}/__init__.py")
         write("import jax.numpy as jnp\nW = jnp.ones((2, 2))\n", "my_package/shapes.py")
     code, out, _ = command("memory", f"{file}:make_step")
+    assert code == 0 and "Memory of" in out
+
+
+def test_a_file_imports_its_neighbours_first(command, write, tmp_path, monkeypatch):
+    monkeypatch.setattr("sys.path", [str(tmp_path), *sys.path])
+    (tmp_path / "run").mkdir()
+    for name in ("trained_by_us.py", "shaped_by_us.py"):
+        write("raise ValueError('the file of the current directory')\n", name)
+    write("import jax.numpy as jnp\nW = jnp.ones((2, 2))\n", "run/shaped_by_us.py")
+    text = "from shaped_by_us import W\n" + STEP.replace("jnp.ones((2, 2))", "W")
+    write(text, "run/trained_by_us.py")
+    code, out, _ = command("memory", "run/trained_by_us.py:make_step")
     assert code == 0 and "Memory of" in out

@@ -905,7 +905,7 @@ def test_steps_that_overflow_become_one_function(fn, code):
     x = jnp.array([[100.0, 300.0], [-100.0, 0.0]])
     report = jaxmp.locate_nonfinite(fn, x)
     assert (code_of(report.fix), report.trial) == (code, "works")
-    if "imum" not in code:
+    if not re.search("minimum|maximum", code):
         healthy = x / 100
         new = eval(code, {"jax": jax, "jnp": jnp, "x": healthy})
         np.testing.assert_allclose(new, fn(healthy), rtol=1e-5)

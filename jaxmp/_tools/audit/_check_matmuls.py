@@ -458,12 +458,12 @@ def check_sizes(op: OpOccurrence, matmul: _programs.Matmul, flops: int) -> None:
     finding.harmed_flops += waste * flops
 
 
-# Libraries without layers, and functions of JAX that are no matmuls.
+# Libraries without layers, and files of JAX whose functions contain matmuls.
 _OF_DATA = ("/optax/", "/rlax/", "/distrax/", "/diffrax/", "/lineax/", "/_src/image/", "linalg.py")
 
 
 def _has_sizes_of_data(op: OpOccurrence) -> bool:
-    """Returns True for a matmul inside of a loss or a decomposition, whose sizes nobody chose."""
+    """Returns True for a matmul inside of a loss or a factorization, whose sizes are data."""
     inside = itertools.takewhile(lambda c: not op.findings.lines.is_own(c.co_filename), op.codes)
     files = [code.co_filename.replace("\\", "/") for code in inside]
     return any(part in file for file in files for part in _OF_DATA)

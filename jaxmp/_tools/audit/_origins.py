@@ -230,7 +230,7 @@ def fix_origins(op: OpOccurrence) -> str:
 
 
 def fix_rounding(op: OpOccurrence) -> str:
-    """Returns the fix of what was rounded to 16 bits before FP32 operands are made of it, or ""."""
+    """Returns the fix of the roundings from which FP32 operands are computed, or ""."""
     casts, waiting = [], [(operand, op) for operand in op.operands]
     for origin in _makers(waiting):
         if _is_rounding(origin.equation) and _checks.half_of([origin.result]) is not None:

@@ -6,6 +6,7 @@ import contextlib
 import copy
 import functools
 import importlib
+import importlib.machinery
 import importlib.util
 import inspect
 import math
@@ -202,7 +203,7 @@ def load_function(
 
 def _import(file: str, module: str) -> ModuleType:
     """Imports a module by its name from the current directory, or a file by its path."""
-    folder, is_apart = os.getcwd(), False
+    folder, is_apart, is_library = os.getcwd(), False, False
     if file:
         folder, name = os.path.split(file.removesuffix(".py"))
         module = name
@@ -210,9 +211,13 @@ def _import(file: str, module: str) -> ModuleType:
             folder, package = os.path.split(folder)
             module = f"{package}.{module}"
         # `step.v2` cannot be imported by its name, and `types` and `flax` are other modules.
-        is_apart = "." in name or _is_other(module, file)
+        if module in sys.modules:
+            is_apart = getattr(sys.modules[module], "__file__", "") != file
+        else:
+            is_library = _is_library(module, folder)
+        is_apart = is_apart or is_library or "." in name
     # The imports of a file called `flax.py` mean the library.
-    sys.path.insert(len(sys.path) if is_apart else 0, folder)
+    sys.path.insert(len(sys.path) if is_library else 0, folder)
     if is_apart:
         module = f"{module}.py"
         spec = importlib.util.spec_from_file_location(module, file)
@@ -223,12 +228,10 @@ def _import(file: str, module: str) -> ModuleType:
     return importlib.import_module(module)
 
 
-def _is_other(module: str, file: str) -> bool:
-    """Returns True if the name of a file is that of a module in another file."""
-    if module in sys.modules:
-        return getattr(sys.modules[module], "__file__", "") != file
-    spec = None if "." in module else importlib.util.find_spec(module)
-    return spec is not None and spec.origin != file
+def _is_library(module: str, folder: str) -> bool:
+    """Returns True if a module is found outside of a folder and of the current directory."""
+    paths = [path for path in sys.path if os.path.abspath(path) not in (folder, os.getcwd())]
+    return "." not in module and importlib.machinery.PathFinder.find_spec(module, paths) is not None
 
 
 def split_items(text: str) -> list[str]:

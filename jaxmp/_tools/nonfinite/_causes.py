@@ -118,7 +118,7 @@ class NonfiniteEvidence:
 
     @property
     def has_lost_constant(self) -> bool:
-        """True if the user's code adds a constant to an operand, which is 0 in its dtype."""
+        """True if the user's code adds a number to an operand, and its dtype rounds it to 0."""
         before = MOVES | {"sqrt"}
         operands = self.operation.variables(self.op.operands)
         makers = (each.op for v in operands for each in self.walk.chain(v, before))
@@ -159,7 +159,7 @@ def cause_of(evidence: NonfiniteEvidence) -> NonfiniteCause:
 
 
 def _of_rounding(e: NonfiniteEvidence, cause: NonfiniteCause) -> NonfiniteCause:
-    """Returns a cause that FP32 operands do not have, with the fix that does not round them."""
+    """Returns a cause that rounded operands have, with a fix that computes them in FP32."""
     lost = "A constant that is added before is 0 in 16 bits" * e.has_lost_constant
     message = f"{cause.message} {lost or 'It is finite in FP32'}: the precision is the cause."
     cause = cause._replace(message=message)
@@ -243,8 +243,8 @@ def _nan_constant(e: NonfiniteEvidence) -> NonfiniteCause | None:
     if not e.reads_nan_constant:
         return None
     fix = (
-        "Put a number in its place. If it stands for a missing value, keep a mask: a `where` that "
-        "discards NaN later does not change the gradient, which is NaN, too."
+        "Put a number in its place. If it stands for a missing value, also keep a mask. A later "
+        "`where` that discards the result is not enough: the gradient is still NaN."
     )
     return NonfiniteCause("bad_constant", f"{e.op.name} reads a constant that is NaN.", fix)
 
