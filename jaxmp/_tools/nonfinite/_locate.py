@@ -218,7 +218,6 @@ class _Search:
     def __init__(self, traced: _trace.Traced) -> None:
         self.traced, self.scale = traced, _measure.scale_of(traced)
         self.recorder = _record.Recorder()
-        self.run = _record.compiled(self.recorder, traced.closed)
         # The cause of the report, if an operation has it.
         self.cause: _causes.NonfiniteCause | None = None
 
@@ -288,17 +287,16 @@ class _Search:
             yield origin.operation.op.line
 
     def _walk(self, arrays: list[Any]) -> tuple[Walk, list[Variable]]:
-        walk = Walk(self.recorder, self.run(arrays))
+        walk = Walk(self.recorder, self.recorder.record(self.traced.closed, arrays))
         return walk, _roots(walk)
 
     def _in_fp32(self, arrays: list[Any]) -> tuple[Walk, Origin | None]:
         """Returns the walk over the step in FP32, and its first origin."""
-        recorder, run = self.recorder, self.run
+        recorder = self.recorder
         rows = ((*e.invars, *e.outvars) for e in _programs.equations(self.traced.closed))
         if any(_programs.is_narrow(var.aval) for row in rows for var in row):
             recorder = _record.WideRecorder()
-            run = _record.compiled(recorder, self.traced.closed)
-        walk = Walk(recorder, run(arrays))
+        walk = Walk(recorder, recorder.record(self.traced.closed, arrays))
         return walk, walk.origin(_roots(walk), _unused_results(walk))
 
     def _passing_scale(self, arrays: list[Any], scale: _measure.ScaleArgument) -> float | None:

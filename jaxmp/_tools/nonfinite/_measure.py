@@ -231,7 +231,7 @@ def measure(closed: Any, arrays: list[Any], operations: list[_walk.Operation]) -
     """Runs a program again and returns the elements of some of its operations."""
     targets = [(op.region.key, op.number) for op in operations]
     recorder = _Operands(targets)
-    side = jax.device_get(_record.compiled(recorder, closed, targets)(arrays))
+    side = jax.device_get(recorder.record(closed, arrays))
     measured = []
     for op, target in zip(operations, targets, strict=True):
         rows = jax.tree.map(lambda x, at=op.at: x[at], side[target])
@@ -264,6 +264,7 @@ def _first(x: Array) -> Array:
     return lax.argmax(lax.bitwise_not(lax.is_finite(_flat(x))), 0, jnp.int32)
 
 
+@jax.jit
 def _elements(x: Array, result: Array, position: Array) -> tuple[Array, dict[str, Array]]:
     """Returns the first index at which an array is not finite, and fields of its `ArrayRow`.
 

@@ -1,15 +1,16 @@
 """Runs a traced step again, and records which of its values are not finite.
 
 The value of each variable has a *code*: -1 if all elements are zero, otherwise 0 for finite, 1 for
-infinite, 2 for NaN elements. One program returns the codes of all variables: for each iteration of
-a loop, and for each device of a `shard_map`.
+infinite, 2 for NaN elements. Each equation runs alone, as JAX runs operations outside of `jax.jit`,
+so that equal operations of all layers and runs are compiled once. Only a `shard_map`, while loops
+and long scans are compiled as a whole: their programs return codes for each iteration and device.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -20,12 +21,15 @@ from jax.extend.core import JaxprEqn
 
 from jaxmp import _core, _programs
 from jaxmp._core import _compat
-from jaxmp._programs import PROGRAM, Frame, Interpreter, Start
+from jaxmp._programs import PROGRAM, Form, Frame, Interpreter, Start
 from jaxmp._tools.audit import _checks
 
 ZERO, FINITE, INFINITE, NAN = -1, 0, 1, 2
 # Iterations of a while loop that are recorded: the first ones and the last.
 ITERATIONS = 256
+# Iterations of a scan, and of the scans around it, whose equations run one by one. Each takes about
+# 0.1 ms, and its program in a loop about 10 ms to compile.
+MOST_ITERATIONS = 64
 _HOST = jax.memory.Space.Host
 Key = tuple[tuple[int, int], ...]
 
@@ -71,6 +75,21 @@ class Region:
             if op.name == "select_n":
                 recorded += ((n, operand) for operand in range(1, len(op.operands)))
         self.slots = {each: n for n, each in enumerate(dict.fromkeys(recorded))}
+        # Number of iterations of the scans around the jaxpr; 0 for a jaxpr that is compiled.
+        self.times = 1 if self.outer is None else self.outer.times
+        if self.inner is not None and self.is_repeated:
+            self.times = iterations_of(self.inner, self.times)
+        results = {var for var in self.body.outvars if not _programs.is_literal(var)}
+        reads = {
+            var: n
+            for n, op in enumerate(self.operations)
+            for var in op.operands
+            if not _programs.is_literal(var) and var not in results
+        }
+        # Number of an equation -> the variables that no later one reads.
+        self.last_reads: dict[int, list[Any]] = {}
+        for var, n in reads.items():
+            self.last_reads.setdefault(n, []).append(var)
 
     @functools.cached_property
     def inner(self) -> _programs.Inner | None:
@@ -120,6 +139,20 @@ class Recorder(Interpreter):
         self.regions: dict[Key, Region] = {}
         self.locations = _programs.Locations()
         self.findings = _checks.PendingFindings(None)
+        # (key of a region, number of a loop or `shard_map` in it) -> its compiled program.
+        self._programs: dict[tuple[Key, int], Callable[..., Any]] = {}
+
+    def record(self, closed: Any, arrays: list[Any]) -> dict[Any, Any]:
+        """Runs a program, and returns the codes by the key of their region.
+
+        Args:
+          closed: the program.
+          arrays: its arguments.
+        """
+        run = lambda: self.run(closed, list(map(self.constant, arrays)), Start(state=(None, 0)))
+        # A trial of a fix traces functions again, and uses the programs that operations have.
+        with _compat.context(version=0):
+            return self._inside(run)[1]
 
     def run(self, jaxpr: Any, args: Sequence[Any], start: Start = PROGRAM) -> list[Any]:
         if start.state is None:  # the test of a while loop
@@ -134,16 +167,18 @@ class Recorder(Interpreter):
         codes = {var: code_of(value) for var, value in pairs}
         results = super().run(jaxpr, args, start._replace(state=(region, codes)))
         row = [*map(codes.__getitem__, region.slots), jnp.int8(1)]
-        self.side[region.key] = lax.concatenate(
-            [lax.reshape(code, (1,)) for code in _programs.vary_as_here(row)], 0
-        )
+        if region.times:
+            self.side[region.key] = np.array(jax.device_get(row))
+        else:
+            rows = [lax.reshape(code, (1,)) for code in _programs.vary_as_here(row)]
+            self.side[region.key] = lax.concatenate(rows, 0)
         return results
 
     def equation(self, equation: JaxprEqn, operands: list[Any], frame: Frame) -> list[Any]:
         if frame.state is None:
             return self.enter(equation, operands, frame)
         region, codes = frame.state
-        results = self.enter(equation, operands, frame, (region, frame.index))
+        results = self._entered(equation, operands, frame, region)
         codes.update(zip(equation.outvars, map(code_of, results), strict=True))
         if equation.primitive.name == "select_n":
             which = lax.convert_element_type(operands[0], jnp.int32)
@@ -152,7 +187,72 @@ class Recorder(Interpreter):
                 shape = np.shape(case)  # a literal of a scalar has no attribute `shape`
                 chosen = chosen if chosen.shape == shape else lax.broadcast(chosen, shape)
                 codes[frame.index, n + 1] = code_of(case, chosen)
+        for var in region.last_reads.get(frame.index, ()) if region.times else ():
+            del frame.values[var]
         return results
+
+    def _entered(
+        self, equation: JaxprEqn, operands: list[Any], frame: Frame, region: Region
+    ) -> list[Any]:
+        """Runs an equation; a construct alone, and not as a part of a program."""
+        state, form = (region, frame.index), _programs.form_of(equation)
+        start = Start(frame.place.of(equation), state)
+        if form is None or not region.times:
+            return self.enter(equation, operands, frame, state)
+        if form is Form.BRANCH:
+            branches = _programs.cond_of(equation).branches
+            return self.run(branches[int(operands[0])], operands[1:], start)
+        if form not in (Form.SCAN, Form.WHILE, Form.SHARDS):
+            return self._call(equation, operands, start)
+        inner = _programs.inners(equation)[-1]
+        if iterations_of(inner, region.times):
+            return self._iterated(inner, operands, start)
+        inside = Frame(frame.place, None, {}, frame.index)
+        run = lambda xs: self._inside(lambda: self.enter(equation, xs, inside, state))
+        # XLA must not leave out roundings.
+        program = jax.jit(run, compiler_options={"xla_allow_excess_precision": False})
+        program = self._programs.setdefault((region.key, frame.index), program)
+        results, side = program(operands)
+        self._add(side)
+        return results
+
+    def _iterated(self, loop: _programs.Inner, operands: list[Any], start: Start) -> list[Any]:
+        """Runs the iterations of a scan one after the other."""
+        consts, carry, arrays = loop.split(operands)
+        columns: list[list[Any]] = [[] for _ in loop.results[len(carry) :]]
+        sides = []
+        for n in range(loop.times)[:: loop.step]:
+            rows = [lax.dynamic_index_in_dim(x, n, 0, keepdims=False) for x in arrays]
+            run = lambda rows=rows, carry=carry: self.run(
+                loop.recorded, [*consts, *carry, *rows], start
+            )
+            results, side = self._inside(run)
+            carry, rows = results[: len(carry)], results[len(carry) :]
+            for column, row in zip(columns, rows, strict=True):
+                column.append(row)
+            sides.append(side)
+        shapes = {
+            key: jax.tree.map(np.zeros_like, row) for side in sides for key, row in side.items()
+        }
+        for key, zeros in shapes.items():
+            codes = [side.get(key, zeros) for side in sides[:: loop.step]]
+            self.side[key] = jax.tree.map(lambda *rows: np.stack(jax.device_get(rows)), *codes)
+        # Each column is deleted before the next one is stacked.
+        return [
+            *carry,
+            *(jnp.stack(columns.pop(0)[:: loop.step]) for _ in loop.results[len(carry) :]),
+        ]
+
+
+def iterations_of(inner: _programs.Inner, times: int) -> int:
+    """Returns the number of iterations of a loop, if they run one by one; 0 otherwise.
+
+    Args:
+      inner: a jaxpr of a loop or `shard_map`.
+      times: the number of iterations of the jaxpr that contains it.
+    """
+    times *= inner.times if inner.form is Form.SCAN else 0
+    return times if times <= MOST_ITERATIONS else 0
 
 
 class WideRecorder(Recorder):
@@ -167,6 +267,7 @@ class WideRecorder(Recorder):
         return _programs.bind_in_fp32(equation, operands)
 
 
+@jax.jit
 def code_of(x: Any, chosen: _core.Array | None = None) -> _core.Array:
     """Returns the code of an array, or of those of its elements that are chosen."""
     x = on_device(x)
@@ -188,21 +289,3 @@ def on_device(x: Any) -> Any:
     x = x[...] if isinstance(x, jax.Ref) else x
     is_on_host = isinstance(x, jax.Array) and jax.typeof(x).memory_space == _HOST
     return jax.device_put(x, jax.memory.Space.Device) if is_on_host else x
-
-
-def compiled(recorder: Recorder, closed: Any, keys: Collection[Any] = ()) -> Any:
-    """Returns a compiled function of the arguments of a program that runs it with a recorder.
-
-    Args:
-      recorder: the recorder.
-      closed: the program.
-      keys: keys of the side results to return; () for all.
-    """
-
-    def run(arrays: list[Any]) -> dict[Any, Any]:
-        recorder.side.clear()
-        recorder.run(closed, list(map(recorder.constant, arrays)), Start(state=(None, 0)))
-        return {key: recorder.side[key] for key in keys or recorder.side}
-
-    # XLA must not leave out roundings.
-    return jax.jit(run, compiler_options={"xla_allow_excess_precision": False})

@@ -114,7 +114,9 @@ class Walk:
     """
 
     def __init__(self, recorder: _record.Recorder, side: dict[_record.Key, _core.Array]) -> None:
-        self.regions, self._codes = recorder.regions, jax.device_get(side)
+        # A branch that was not taken has no codes.
+        self.regions = {key: region for key, region in recorder.regions.items() if key in side}
+        self._codes = jax.device_get(side)
         self._names = recorder.locations.names
 
     def module(self, operation: Operation) -> str:
@@ -136,8 +138,10 @@ class Walk:
 
     def is_finite(self, operation: Operation) -> bool:
         """Returns True if an operation of another run of the program has finite results here."""
-        here = operation._replace(region=self.regions[operation.region.key])
-        return here.at in self.positions(here.region) and self.results_code(here) == FINITE
+        region = self.regions.get(operation.region.key)
+        if region is None or operation.at not in self.positions(region):
+            return False
+        return self.results_code(operation._replace(region=region)) == FINITE
 
     def operations(self) -> Iterator[tuple[Region, _checks.OpOccurrence]]:
         """Yields each equation of the program and the region that contains it."""
