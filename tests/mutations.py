@@ -1879,6 +1879,16 @@ locate: the loss scale of a skipped step is that of the state
 test_nonfinite.py::test_a_skipped_step_is_reproduced_from_the_returned_state
 """,
     "jaxmp/_tools/nonfinite/_record.py": r"""
+locate: all values of a step stay in memory
+- del frame.values[var]
++ pass
+test_nonfinite.py::test_values_are_deleted_after_their_last_reader
+
+locate: the iterations of a reversed scan are in another order
+- column[n] = lax.expand_dims(row, (0,))
++ column[::loop.step][n] = lax.expand_dims(row, (0,))
+test_nonfinite.py::test_iterations_that_run_alone_are_those_of_a_compiled_loop
+
 locate: traces of jitted functions keep the lines of the located step
 - codes = lax.select(chosen, codes, lax.full_like(codes, ZERO))
 + codes = jnp.where(chosen, codes, jnp.int8(ZERO))

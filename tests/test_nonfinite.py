@@ -482,11 +482,63 @@ def test_nan_of_the_program_has_a_line(name):
     assert "NaN" in report.message
 
 
-def test_the_iteration_of_a_reversed_scan_is_found():
+@pytest.mark.parametrize("length", [5, 100], ids=["alone", "compiled"])
+def test_the_iteration_of_a_reversed_scan_is_found(length):
     cell = lambda carry, row: (jnp.exp(carry * row), None)
     fn = lambda rows: lax.scan(cell, jnp.float32(1), rows, reverse=True)[0]
-    report = jaxmp.locate_nonfinite(fn, jnp.array([1.0, 1.0, 1.0, 200.0, 1.0]))
+    report = jaxmp.locate_nonfinite(fn, jnp.zeros(length).at[jnp.array([1, 3])].set(200))
     assert (report.primitive, report.iteration) == ("exp", (3,))
+
+
+def with_loops(x):
+    """Has branches, random keys and a checkpoint in loops, one of them reversed."""
+
+    def cell(carry, row):
+        inner = lambda c, n: (lax.cond(n > row, lambda c: jnp.log(c - c), jnp.sin, c), c)
+        carry, seen = lax.scan(jax.checkpoint(inner), carry, jnp.arange(3.0))
+        return carry, (seen, jax.random.split(jax.random.key(1)))
+
+    carry, (seen, keys) = lax.scan(cell, x.sum(), x, reverse=True)
+    return carry + seen.sum() * jax.random.uniform(keys[0, 0])
+
+
+def test_iterations_that_run_alone_are_those_of_a_compiled_loop(monkeypatch):
+    x = jnp.array([0.5, 3.0, 4.0])
+    closed = trace(jax.value_and_grad(with_loops), (x,), {}).closed
+    alone = _record.Recorder().record(closed, [x])
+    monkeypatch.setattr(_record, "MOST_ITERATIONS", 0)
+    compiled = _record.Recorder().record(closed, [x])
+    assert len(compiled) > 8 and alone.keys() <= compiled.keys()
+    for key, codes in compiled.items():
+        np.testing.assert_array_equal(alone.get(key, np.zeros_like(codes)), codes)
+
+
+@pytest.mark.parametrize("option", [jax.debug_nans, jax.debug_infs, jax.transfer_guard])
+def test_options_of_jax_that_raise_do_not_stop_the_search(option):
+    def step(x, n):
+        return lax.cond(n > 2, jnp.log, jnp.exp, x * 0) * jnp.array([1, jnp.nan])
+
+    args = jnp.ones(2), jnp.int32(4)
+    with option("disallow" if option is jax.transfer_guard else True):
+        assert jaxmp.locate_nonfinite(step, *args).cause == "log_of_zero"
+
+
+def test_values_are_deleted_after_their_last_reader():
+    live = []
+
+    class Counter(_record.Recorder):
+        def equation(self, *args):
+            live.append(sum(array.shape == (13, 17) for array in jax.live_arrays()))
+            return super().equation(*args)
+
+    def step(x):
+        for _ in range(20):
+            x = jnp.tanh(x) + 1
+        return x
+
+    x = jnp.ones((13, 17))
+    Counter().record(trace(step, (x,), {}).closed, [x])
+    assert len(live) >= 40 and max(live) < 6
 
 
 def sum_in_reference(x, ref):

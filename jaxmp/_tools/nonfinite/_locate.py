@@ -145,12 +145,12 @@ def locate_nonfinite(
     """Runs a training step again, and reports the first value that is not finite, and its cause.
 
     The step is traced as it is: jitted, with Linen or NNX, in a `shard_map` or on sharded arrays,
-    with microbatches. A second program, which has the operations of the step, records which of its
-    values are not finite, in each iteration of its loops and on each device of a `shard_map`. From
-    the results of the step, and from the gradients whose finiteness it checks, these values are
-    followed back to the operation that made the first of them. Values that a `where` discards
-    do not count, unless their gradient is not finite. A third program measures the operands of that
-    operation.
+    with microbatches. Its operations then run one by one, so that equal ones are compiled once, and
+    it is recorded which of their results are not finite, in each iteration of a loop and on each
+    device of a `shard_map`. From the results of the step, and from the gradients whose finiteness
+    it checks, these values are followed back to the operation that made the first of them. Values
+    that a `where` discards do not count, unless their gradient is not finite. Another run measures
+    the operands of that operation.
 
     A step whose gradients are all zero has finite results, and is never skipped. Then the report is
     on the first value inside of the loss that is not finite, if there is one.

@@ -8,6 +8,7 @@ and long scans are compiled as a whole: their programs return codes for each ite
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
@@ -79,17 +80,10 @@ class Region:
         self.times = 1 if self.outer is None else self.outer.times
         if self.inner is not None and self.is_repeated:
             self.times = iterations_of(self.inner, self.times)
-        results = {var for var in self.body.outvars if not _programs.is_literal(var)}
-        reads = {
-            var: n
-            for n, op in enumerate(self.operations)
-            for var in op.operands
-            if not _programs.is_literal(var) and var not in results
-        }
-        # Number of an equation -> the variables that no later one reads.
-        self.last_reads: dict[int, list[Any]] = {}
-        for var, n in reads.items():
-            self.last_reads.setdefault(n, []).append(var)
+        # Identity of an equation -> the variables that no later one reads, and that are no results.
+        self.last_reads = collections.defaultdict[int, list[Any]](list)
+        for var, readers in self.index.consumers.items():
+            self.last_reads[id(readers[-1])].append(var)
 
     @functools.cached_property
     def inner(self) -> _programs.Inner | None:
@@ -151,7 +145,12 @@ class Recorder(Interpreter):
         """
         run = lambda: self.run(closed, list(map(self.constant, arrays)), Start(state=(None, 0)))
         # A trial of a fix traces functions again, and uses the programs that operations have.
-        with _compat.context(version=0):
+        with (
+            _compat.context(version=0),
+            jax.debug_nans(False),
+            jax.debug_infs(False),
+            jax.transfer_guard("allow"),
+        ):
             return self._inside(run)[1]
 
     def run(self, jaxpr: Any, args: Sequence[Any], start: Start = PROGRAM) -> list[Any]:
@@ -187,7 +186,7 @@ class Recorder(Interpreter):
                 shape = np.shape(case)  # a literal of a scalar has no attribute `shape`
                 chosen = chosen if chosen.shape == shape else lax.broadcast(chosen, shape)
                 codes[frame.index, n + 1] = code_of(case, chosen)
-        for var in region.last_reads.get(frame.index, ()) if region.times else ():
+        for var in region.last_reads[id(equation)] if region.times else ():
             del frame.values[var]
         return results
 
@@ -219,29 +218,24 @@ class Recorder(Interpreter):
     def _iterated(self, loop: _programs.Inner, operands: list[Any], start: Start) -> list[Any]:
         """Runs the iterations of a scan one after the other."""
         consts, carry, arrays = loop.split(operands)
-        columns: list[list[Any]] = [[] for _ in loop.results[len(carry) :]]
-        sides = []
+        count = len(carry)
+        columns: list[list[Any]] = [[None] * loop.times for _ in loop.results[count:]]
+        sides: list[dict[Any, Any]] = [{}] * loop.times
         for n in range(loop.times)[:: loop.step]:
             rows = [lax.dynamic_index_in_dim(x, n, 0, keepdims=False) for x in arrays]
-            run = lambda rows=rows, carry=carry: self.run(
-                loop.recorded, [*consts, *carry, *rows], start
-            )
-            results, side = self._inside(run)
-            carry, rows = results[: len(carry)], results[len(carry) :]
-            for column, row in zip(columns, rows, strict=True):
-                column.append(row)
-            sides.append(side)
-        shapes = {
-            key: jax.tree.map(np.zeros_like, row) for side in sides for key, row in side.items()
-        }
-        for key, zeros in shapes.items():
-            codes = [side.get(key, zeros) for side in sides[:: loop.step]]
+            args = [*consts, *carry, *rows]
+            run = lambda args=args: self.run(loop.recorded, args, start)
+            results, sides[n] = self._inside(run)
+            carry = results[:count]
+            for column, row in zip(columns, results[count:], strict=True):
+                column[n] = lax.expand_dims(row, (0,))
+        # A branch that was not taken in an iteration has no codes there.
+        for key, row in {key: row for side in sides for key, row in side.items()}.items():
+            zeros = jax.tree.map(np.zeros_like, row)
+            codes = [side.get(key, zeros) for side in sides]
             self.side[key] = jax.tree.map(lambda *rows: np.stack(jax.device_get(rows)), *codes)
-        # Each column is deleted before the next one is stacked.
-        return [
-            *carry,
-            *(jnp.stack(columns.pop(0)[:: loop.step]) for _ in loop.results[len(carry) :]),
-        ]
+        # Each column is deleted before the next one is joined.
+        return [*carry, *(lax.concatenate(columns.pop(0), 0) for _ in range(len(columns)))]
 
 
 def iterations_of(inner: _programs.Inner, times: int) -> int:
