@@ -22,7 +22,7 @@ from jax.extend.core import JaxprEqn
 
 from jaxmp import _core, _programs
 from jaxmp._core import _compat
-from jaxmp._programs import PROGRAM, Form, Frame, Interpreter, Start
+from jaxmp._programs import PROGRAM, Frame, Interpreter, Start
 from jaxmp._tools.audit import _checks
 
 ZERO, FINITE, INFINITE, NAN = -1, 0, 1, 2
@@ -134,7 +134,7 @@ class Recorder(Interpreter):
         self.locations = _programs.Locations()
         self.findings = _checks.PendingFindings(None)
         # (key of a region, number of a loop or `shard_map` in it) -> its compiled program.
-        self._programs: dict[tuple[Key, int], Callable[..., Any]] = {}
+        self._compiled: dict[tuple[Key, int], Callable[..., Any]] = {}
 
     def record(self, closed: Any, arrays: list[Any]) -> dict[Any, Any]:
         """Runs a program, and returns the codes by the key of their region.
@@ -198,10 +198,10 @@ class Recorder(Interpreter):
         start = Start(frame.place.of(equation), state)
         if form is None or not region.times:
             return self.enter(equation, operands, frame, state)
-        if form is Form.BRANCH:
+        if form is _programs.Form.BRANCH:
             branches = _programs.cond_of(equation).branches
             return self.run(branches[int(operands[0])], operands[1:], start)
-        if form not in (Form.SCAN, Form.WHILE, Form.SHARDS):
+        if form in (_programs.Form.CALL, _programs.Form.REMAT, _programs.Form.DERIVATIVE):
             return self._call(equation, operands, start)
         inner = _programs.inners(equation)[-1]
         if iterations_of(inner, region.times):
@@ -210,7 +210,7 @@ class Recorder(Interpreter):
         run = lambda xs: self._inside(lambda: self.enter(equation, xs, inside, state))
         # XLA must not leave out roundings.
         program = jax.jit(run, compiler_options={"xla_allow_excess_precision": False})
-        program = self._programs.setdefault((region.key, frame.index), program)
+        program = self._compiled.setdefault((region.key, frame.index), program)
         results, side = program(operands)
         self._add(side)
         return results
@@ -245,7 +245,7 @@ def iterations_of(inner: _programs.Inner, times: int) -> int:
       inner: a jaxpr of a loop or `shard_map`.
       times: the number of iterations of the jaxpr that contains it.
     """
-    times *= inner.times if inner.form is Form.SCAN else 0
+    times *= inner.times if inner.form is _programs.Form.SCAN else 0
     return times if times <= MOST_ITERATIONS else 0
 
 
