@@ -24,7 +24,6 @@ import pytest
 
 from gpu_compiler import needs_compiler
 from grids import mark_expensive_cases
-from jaxmp._gradients import _hints as _use
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 jax.config.update("jax_platforms", os.environ["JAX_PLATFORMS"])
@@ -220,15 +219,6 @@ def getkey():
 def default_share(monkeypatch):
     """Removes the share of GPU memory that some benchmarks set when they are imported."""
     monkeypatch.delenv("XLA_PYTHON_CLIENT_MEM_FRACTION", raising=False)
-
-
-@pytest.fixture(autouse=True)
-def forget_gradients():
-    """Drops warnings of float16 gradients that would come when NNX's traces are collected."""
-    yield
-    for warning in list(_use._gradients.values()):
-        if warning is not None:
-            warning.detach()
 
 
 @pytest.fixture(autouse=True, scope="module")

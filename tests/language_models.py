@@ -63,7 +63,9 @@ def make_apply(recipe, framework, model, make_nnx):
 def loss_and_gradient(apply, params, tokens_BS):
     """Returns the loss of predicting the next token, and its gradient."""
     inputs, labels = jnp.asarray(tokens_BS[:, :-1]), jnp.asarray(tokens_BS[:, 1:])
-    return jax.jit(jax.value_and_grad(lambda params: apply(params, inputs, labels)))(params)
+    scaled = jaxmp.StaticLossScale(1.0).scale
+    loss = lambda params: scaled(apply(params, inputs, labels))
+    return jax.jit(jax.value_and_grad(loss))(params)
 
 
 def check_training(example, toy, framework, recipe, tokens):

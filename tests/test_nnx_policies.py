@@ -51,7 +51,8 @@ def gradient_program(model, *args, **kwargs):
 
     def loss(params, *args):
         out = nnx.merge(graphdef, params, rest)(*args, **kwargs)
-        return sum(leaf.astype(jnp.float32).sum() for leaf in jax.tree.leaves(out))
+        total = sum(leaf.astype(jnp.float32).sum() for leaf in jax.tree.leaves(out))
+        return jaxmp.StaticLossScale(1.0).scale(total)
 
     return trace(jax.grad(loss), params, *args)
 
