@@ -150,7 +150,8 @@ def locate_nonfinite(
     device of a `shard_map`. From the results of the step, and from the gradients whose finiteness
     it checks, these values are followed back to the operation that made the first of them. Values
     that a `where` discards do not count, unless their gradient is not finite. Another run measures
-    the operands of that operation.
+    the operands of that operation. Operations that are not fused need more memory than the compiled
+    step: if it is not enough, pass a part of the batch that fails.
 
     A step whose gradients are all zero has finite results, and is never skipped. Then the report is
     on the first value inside of the loss that is not finite, if there is one.
