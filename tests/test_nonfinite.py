@@ -513,6 +513,14 @@ def test_iterations_that_run_alone_are_those_of_a_compiled_loop(monkeypatch):
         np.testing.assert_array_equal(alone.get(key, np.zeros_like(codes)), codes)
 
 
+def test_operands_in_fp64_are_measured_in_fp64():
+    with jax.enable_x64(True):
+        report = jaxmp.locate_nonfinite(lambda x: x / (x - x), jnp.array([1e300, 1e-310, 1e308]))
+    row = report.operands[0]
+    assert (row.dtype, row.high, row.nonfinite) == ("float64", 1e308, 0)
+    assert (row.subnormal, row.near_largest) == pytest.approx((1 / 3, 1 / 3))
+
+
 @pytest.mark.parametrize("option", [jax.debug_nans, jax.debug_infs, jax.transfer_guard])
 def test_options_of_jax_that_raise_do_not_stop_the_search(option):
     def step(x, n):

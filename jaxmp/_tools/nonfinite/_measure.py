@@ -252,9 +252,10 @@ def _rows(types: list[Any], group: list[Any]) -> tuple[ArrayRow, ...]:
 
 
 def _flat(x: Array) -> Array:
-    """Returns the elements of an array as a vector in FP32, without a sharded axis."""
+    """Returns the elements of an array as a vector in FP32 or FP64, without a sharded axis."""
     x = lax.abs(x) if jnp.issubdtype(x.dtype, jnp.complexfloating) else x
-    return lax.convert_element_type(_core.flattened(x), _core.FLOAT32)
+    dtype = _core.FLOAT64 if x.dtype == _core.FLOAT64 else _core.FLOAT32
+    return lax.convert_element_type(_core.flattened(x), dtype)
 
 
 def _first(x: Array) -> Array:
@@ -277,12 +278,13 @@ def _elements(x: Array, result: Array, position: Array) -> tuple[Array, dict[str
     flat = _flat(x)
     finite = lax.is_finite(flat)
     is_float = jnp.issubdtype(x.dtype, jnp.floating)
-    info = jnp.finfo(x.dtype if is_float else _core.FLOAT32)
+    info = jnp.finfo(x.dtype if is_float else flat.dtype)
     # The order of magnitudes is that of their bits. Floating-point operations of CPUs may take
     # subnormal numbers for zero.
-    bits = lax.bitcast_convert_type(flat, jnp.int32)
-    bits = lax.bitwise_and(bits, lax.full_like(bits, 0x7FFFFFFF))
-    of = lambda value: lax.full_like(bits, np.float32(value).view(np.int32))
+    integers = np.dtype(f"int{8 * flat.dtype.itemsize}")
+    bits = lax.bitcast_convert_type(flat, integers)
+    bits = lax.bitwise_and(bits, lax.full_like(bits, np.iinfo(integers).max))
+    of = lambda value: lax.full_like(bits, np.array(value, flat.dtype).view(integers))
     full = lambda value: lax.full_like(flat, value)
     count = jnp.float32(max(flat.size, 1))
     total = lambda flags: lax.reduce_sum(lax.convert_element_type(flags, _core.FLOAT32), (0,))
