@@ -956,6 +956,11 @@ a product of one term rounds positions
 + not dot_of(equation).contracted[0]
 test_autocast.py::test_an_outer_product_keeps_positions
 
+the gradient of a convolution in groups divides by the groups twice
+- params.get("lhs_dilation") or (1,)
++ (params["batch_group_count"], *params["lhs_dilation"])
+test_audit.py::test_gradients_of_a_convolution_take_as_much_again_each
+
 the branches of an inner condition add up
 - inside = [max(inside, key=Counter.total)]
 + inside = list(inside)
@@ -1439,6 +1444,12 @@ the arguments of a jitted shard_map count as copies on each device
 - sharding if isinstance(sharding, NamedSharding) else inside.get(n)
 + sharding if isinstance(sharding, NamedSharding) else None
 test_memory.py::test_the_arrays_in_a_shard_map_are_parts
+""",
+    "jaxmp/_tools/audit/_explain.py": r"""
+the explanation for a chip ignores its platform
+- _core.default_target(target)
++ _compat.context(target=target)
+test_fp8_models.py::test_explain_lists_every_layer_and_its_reason
 """,
     "jaxmp/_tools/audit/_dataflow.py": r"""
 operations other than matmuls are products of a power iteration

@@ -1227,15 +1227,14 @@ def test_flops_of_convolutions(groups, strides, flops):
     assert report.flops == flops
 
 
-@pytest.mark.parametrize("strides", [1, 2])
-def test_gradients_of_a_convolution_take_as_much_again_each(strides):
+@pytest.mark.parametrize(("strides", "groups"), [(1, 1), (2, 1), (1, 16)])
+def test_gradients_of_a_convolution_take_as_much_again_each(strides, groups):
     def loss(x, w):
-        y = lax.conv_general_dilated(
-            x, w, (strides, strides), "VALID", dimension_numbers=("NHWC", "HWIO", "NHWC")
-        )
+        numbers, options = ("NHWC", "HWIO", "NHWC"), {"feature_group_count": groups}
+        y = lax.conv_general_dilated(x, w, (strides,) * 2, "VALID", None, None, numbers, **options)
         return y.astype(jnp.float32).sum()
 
-    args = shape(2, 9, 9, 16), shape(3, 3, 16, 32)
+    args = shape(2, 9, 9, 16), shape(3, 3, 16 // groups, 32)
     report = audit(jax.grad(loss, (0, 1)), *args).flops_by("phase")
     # The borders of the gradient of the input, which are multiplied by zeros, count too.
     assert 2 * report["forward",] <= report["backward",] <= 4 * report["forward",]

@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import pytest
+from flax import linen as nn
 from jax import lax
 from jax.sharding import AxisType, PartitionSpec
 
@@ -149,7 +150,15 @@ def test_fp8():
 
 
 def test_mistakes_are_refused_as_by_autocast():
-    with pytest.raises(jaxmp.JaxmpError, match=r"explain\(loss_fn, 'bf16'\)"):
-        jaxmp.explain("bf16", matmul)
+    texts = (
+        r"explain\(loss_fn, 'bf16'\)",
+        r"explain\(Dense\(\.\.\.\),",
+        "requires a recipe",
+        "not a chip",
+    )
+    fns = ("bf16", matmul), (nn.Dense, "bf16"), (nn.Dense(2),), (matmul,)
+    for text, fn in zip(texts, fns, strict=True):
+        with pytest.raises(jaxmp.JaxmpError, match=text):
+            jaxmp.explain(*fn, target="h20")(W, X)
     with pytest.raises(jaxmp.errors.RuleError, match="absent"):
         jaxmp.explain(matmul, PolicyMap(MIXED, [Rule("absent", "c=f32")]))(W, X)

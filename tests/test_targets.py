@@ -19,7 +19,6 @@ from jaxmp._core import _compat
 from jaxmp._core._targets import (
     BFLOAT16_MATMULS,
     FP8_MATMULS,
-    TF32_MATMULS,
     find_target,
     get_target,
     targets,
@@ -55,7 +54,7 @@ def test_the_formats_of_gpus_are_those_of_their_compute_capability(target):
     if target.platform != "gpu":
         assert target.capability is None and "tf32" not in target.peak
         return
-    assert ("tf32" in target.peak) == (target.capability >= TF32_MATMULS)
+    assert ("tf32" in target.peak) == (target.capability >= BFLOAT16_MATMULS)
     assert ("bfloat16" in target.native) == (target.capability >= BFLOAT16_MATMULS)
     assert ("float8_e5m2" in target.native) == (target.capability >= FP8_MATMULS)
     assert "tf32" not in target.native and "float32" in target.native

@@ -227,8 +227,6 @@ def _unsplit_heads(args: AttentionArguments) -> Iterator[str]:
 
     XLA chooses the sharding after the implementation has been traced; see `_sharding`.
     """
-    if not isinstance(args.query, jax.Array):
-        return
     mesh = jax.typeof(args.query).sharding.mesh
     heads, groups = args.query.shape[2], args.key.shape[2]
     sizes = zip(mesh.axis_names, mesh.axis_sizes, mesh.axis_types, strict=True)

@@ -64,8 +64,6 @@ def wide_product(
         out = wide(lhs, rhs, *sizes)
         terms = [] if isinstance(d_lhs, SymbolicZero) else [product(d_lhs, rhs, *sizes)]
         terms += [] if isinstance(d_rhs, SymbolicZero) else [product(lhs, d_rhs, *sizes)]
-        if not terms:
-            return out, lax.full_like(out, 0)
         return out, lax.convert_element_type(sum(terms[1:], start=terms[0]), dtype)
 
     multiply.defjvp(multiply_jvp, symbolic_zeros=True)

@@ -131,8 +131,6 @@ def _conv(params: Mapping[str, Any], lhs: _Shape, rhs: _Shape, out: _Shape) -> _
     numbers = params["dimension_numbers"]
     features_out, features_in, *window = numbers.rhs_spec
     taps = math.prod(rhs[axis] for axis in window) * rhs[features_in]
-    if params.get("batch_group_count", 1) > 1:
-        taps //= params["batch_group_count"]
     # The zeros of a dilated input need no multiplications.
     taps = taps / math.prod(params.get("lhs_dilation") or (1,))
     widths = {"K": rhs[features_in], "N": rhs[features_out]}

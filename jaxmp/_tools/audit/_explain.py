@@ -90,7 +90,8 @@ def explain(
       recipe: a recipe's name, a policy string, a `Policy`, a `PolicyMap` or a `Recipe`. None: the
         function is explained as it is, such as one that calls a wrapped model or
         `jaxmp.dot_product_attention`.
-      target: "gpu", "tpu" or "cpu" to decide as for that device; None: the default device.
+      target: a chip, such as "h200", or "gpu", "tpu" or "cpu" to decide as for any such device;
+        None: the default device.
 
     Returns:
       A function of the arguments of `fn`: arrays, `jax.ShapeDtypeStruct`s or other values. It
@@ -103,6 +104,7 @@ def explain(
         implementation does not support the call.
       CompositionError: if the GPU has no FP8 matmuls and the scaling does not set `emulate=True`.
       PolicyError, RecipeError: if the recipe is not valid.
+      TargetError: from the returned function, if `target` is not a known chip.
 
     Example:
       >>> x = jnp.ones((2, 32))
@@ -137,7 +139,11 @@ def explain(
     loaded = None if recipe is None else _recipe.load_recipe(recipe)
 
     def explained(*args: Any, **kwargs: Any) -> Explanation:
-        context = contextlib.nullcontext() if target is None else _compat.context(target=target)
+        context: Any = contextlib.nullcontext()
+        if target in ("cpu", "gpu", "tpu"):
+            context = _compat.context(target=target)
+        elif target is not None:
+            context = _core.default_target(target)
         policies, call, first = None, fn, ()
         with context:
             if adapter is not None:

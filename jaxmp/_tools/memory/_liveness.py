@@ -197,11 +197,6 @@ class Liveness(_programs.Forward):
                 waiting += array.sources or ()
         return {array for array in known if array.sources is None}
 
-    def join(self, first: _Array, second: _Array) -> _Array:
-        """Returns the carry of a loop, which runs once."""
-        del second
-        return first
-
     def _on_shards(self) -> Liveness:
         """Returns an analysis of a `shard_map`, whose arrays are parts already."""
         own = copy.copy(self)
