@@ -806,7 +806,7 @@ def test_without_a_batch():
     ("changes", "words"),
     [
         ({"key": shape(2, 64, 8, 64, dtype=jnp.float32)}, "share a dtype.*policy='float32'"),
-        ({"query": shape(2, 64, 8, 64, dtype=jnp.int8)}, "share a dtype"),
+        (dict.fromkeys(["query", "key", "value"], shape(2, 8, 8, 64, dtype=bool)), "Allowed:"),
         ({"query": shape(64, 64)}, r"query has shape \(64, 64\)"),
         ({"query": shape(3, 64, 8, 64)}, "batches differ"),
         ({"query": shape(2, 64, 8, 32)}, "head size"),
@@ -826,6 +826,7 @@ def test_without_a_batch():
         ({"is_causal": 1}, "neither True nor False"),
         ({"local_window_size": (1, 2, 3)}, "pair"),
         ({"local_window_size": -1}, "not negative"),
+        ({"local_window_size": 1.5}, "neither an integer nor a pair"),
         ({"dropout_rate": 1.0}, "not a number with 0 <= dropout_rate < 1"),
         ({"dropout_rate": 0.5}, "dropout_rng=jax.random.key"),
         ({"implementation": "flash"}, "implementation='flash'"),

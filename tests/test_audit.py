@@ -147,9 +147,9 @@ def test_shapes_arrays_numbers_and_strings_are_arguments():
         assert audit(fn, x, "as it is", power=2).flops == 1024
 
 
-@pytest.mark.parametrize("fn", [3, "train_step", None])
-def test_what_is_no_function_is_refused(fn):
-    with pytest.raises(AuditError, match=r"audit\(train_step, state, batch\)"):
+@pytest.mark.parametrize("fn", [3, "train_step", None, lambda: 0])
+def test_what_is_no_function_of_the_arguments_is_refused(fn):
+    with pytest.raises(AuditError, match=r"audit\(train_step, state, batch[,)]"):
         audit(fn, 1)
 
 

@@ -150,15 +150,10 @@ def test_fp8():
 
 
 def test_mistakes_are_refused_as_by_autocast():
-    texts = (
-        r"explain\(loss_fn, 'bf16'\)",
-        r"explain\(Dense\(\.\.\.\),",
-        "requires a recipe",
-        "not a chip",
-    )
-    fns = ("bf16", matmul), (nn.Dense, "bf16"), (nn.Dense(2),), (matmul,)
-    for text, fn in zip(texts, fns, strict=True):
+    fns = "bf16", nn.Dense, nn.Dense(2), matmul
+    texts = r"explain\(loss_fn, 'bf16'\)", "Pass an instance", "requires a recipe", "not a chip"
+    for fn, text in zip(fns, texts, strict=True):
         with pytest.raises(jaxmp.JaxmpError, match=text):
-            jaxmp.explain(*fn, target="h20")(W, X)
+            jaxmp.explain(fn, target="h20")(W, X)
     with pytest.raises(jaxmp.errors.RuleError, match="absent"):
         jaxmp.explain(matmul, PolicyMap(MIXED, [Rule("absent", "c=f32")]))(W, X)

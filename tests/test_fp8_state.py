@@ -19,7 +19,6 @@ from jaxmp._core._compat import jaxpr_body
 from jaxmp._programs._constructs import sub_jaxprs
 from jaxmp._programs._jaxprs import equations
 from jaxmp.errors import CompositionError
-from jaxmp.fp8 import _overwritten
 from jaxmp.fp8._operands import partial_maxima
 from relaxed import relaxed
 from training_steps import new_state, state_step
@@ -467,14 +466,3 @@ def test_a_train_state_carries_it():
     jax.tree.map(np.testing.assert_array_equal, layer(skipped), layer(after))
     assert layer(again)["input_amax_history"].tolist() == [2, 4, 0]
     assert float(again.loss_scale.scale_value) < float(after.loss_scale.scale_value)
-
-
-def test_programs_do_not_depend_on_addresses():
-    """A cache of compiled programs would miss in the next process."""
-    states = {f"layer_{n}": fp8.init_state(RECIPE) for n in range(4)}
-    variables = {"params": {}, _overwritten.OVERWRITE: states}
-    programs, blocks = set(), []
-    for count in range(0, 5000, 1000):
-        blocks += [bytearray(70 + n) for n in range(count)]  # moves the next objects
-        programs.add(str(jax.make_jaxpr(_overwritten.to_max_accumulated)(variables)))
-    assert len(programs) == 1 and programs.pop().count("to_edtype") == 4 * len(states["layer_0"])

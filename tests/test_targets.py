@@ -5,6 +5,7 @@ import importlib.util
 import json
 import re
 import runpy
+import sys
 from pathlib import Path
 
 import jax
@@ -85,7 +86,6 @@ def test_peaks_are_dense_and_of_one_device():
         ("NVIDIA H100 PCIe", "write its chip, one of 'h100-pcie' (84.9 GB at 2,039 GB/s"),
         ("NVIDIA A100", "one of 'a100-40' (42.3 GB at 1,555 GB/s, 312 TFLOP/s, NVIDIA A100-SXM4"),
         (["h200"], "Known chips: v100, v100-16, v100-pcie, t4, a100-40, a100"),
-        (9, "Known chips: v100, v100-16, v100-pcie, t4, a100-40, a100"),
     ],
 )
 def test_an_unknown_chip_is_refused(name, message):
@@ -98,7 +98,6 @@ def test_an_unknown_chip_is_refused(name, message):
     [
         ("NVIDIA H100 80GB HBM3", "h100"),
         ("NVIDIA H100 PCIe", "h100-pcie"),
-        ("NVIDIA H200 NVL", "h200-nvl"),
         ("Tesla V100-SXM2-16GB", "v100-16"),
         ("NVIDIA GeForce RTX 3090 Ti", "rtx3090ti"),
         ("NVIDIA GeForce RTX 4090 D", "rtx4090d"),
@@ -145,7 +144,6 @@ def test_a_user_describes_a_chip(write):
         ({"like": "h100", "peak": {"bf16": 989}}, "has peak = {'bf16': 989}. It is a table of"),
         ({"like": "h100", "peak": {"fp8": 1979}}, "such as peak = { half = 989, fp8 = 1979 }"),
         ({"like": "h100", "capability": [[9], 0]}, "has capability = [[9], 0]. It is one of"),
-        ({"like": "h100", "capability": 9}, "has capability = 9. It is one of [7, 0], [7, 5]"),
         ({"like": "h100", "capability": [6, 0]}, "has capability = [6, 0]. It is one of [7, 0]"),
         ({"like": "h100", "multiprocessors": {"cores": 9}}, "a table of cores, lanes, clock, l2"),
         ({"like": "h100", "platform": "cuda"}, "platform = 'cuda'. It is one of gpu, rocm, tpu"),
@@ -153,12 +151,12 @@ def test_a_user_describes_a_chip(write):
         ({"like": "h100", "domain": 7.5}, "has domain = 7.5. It is a number of devices, such as"),
         ({"like": "h100", "uncompiled": True}, "It is the reason why programs cannot be compiled"),
         ({"like": {"like": "h100"}}, "has like = {'like': 'h100'}. Name a chip, such as 'h100'"),
-        ({"like": "h100", "memory": 0}, "memory = 0. It is a number of bytes, such as 96e9"),
         ({"like": "h100", "memory": 96}, "memory = 96. It is a number of bytes, such as 96e9"),
         ({"like": "h100", "network": 100}, "network = 100. It is a number of bytes per second in"),
         ({"like": "h100", "peak": {"half": 989e12}}, "peak.half = 989000000000000.0. It is a num"),
         ({"like": "h1000"}, "is not a chip that jaxmp knows. Did you mean 'h100'?"),
         ("missing.toml", "cannot be read"),
+        (Path(sys.executable), "cannot be read"),  # It is no text.
     ],
 )
 def test_a_wrong_description_is_refused(description, message):
@@ -176,12 +174,6 @@ def test_a_description_without_a_compiler_says_why():
     assert not get_target({"like": "v5e", "name": "v5e", "network": 1e11}).uncompiled
     plan = jaxmp.plan(lambda recipe: (lambda w: w @ w, X), recipes=["bf16"], targets=[facts])
     assert plan.rows[0].fits and plan.rows[0].bound is None
-
-
-def test_a_file_that_is_no_text_is_refused(tmp_path):
-    (tmp_path / "binary.toml").write_bytes(bytes(range(256)))
-    with pytest.raises(jaxmp.errors.TargetError, match="cannot be read"):
-        get_target(str(tmp_path / "binary.toml"))
 
 
 def test_the_environment_sets_the_usable_share(monkeypatch):

@@ -205,6 +205,8 @@ def test_unknown_and_reshaped_mutables_are_refused():
         state.apply_gradients(grads=grads, stats={})
     with pytest.raises(jaxmp.JaxmpError, match=r"another structure.*batch_stats"):
         state.apply_gradients(grads=grads, batch_stats={})
+    with pytest.raises(jaxmp.JaxmpError, match=r"computes step.*state\.replace\(step="):
+        state.apply_gradients(grads=grads, step=3)
 
 
 def test_random_keys_move_on_when_a_step_is_skipped():

@@ -222,10 +222,8 @@ class _Migration:
         name = lambda leaf, form: f"{leaf.dtype} + {form} master" if form else leaf.dtype
         change = f"parameter: {name(before, form)} -> {name(leaf, new_form)}"
         if _core.is_16bit(_numpy_dtype(leaf.dtype)) and not new_form:
-            if form:
-                self._note(f"{change}: rounded, and the master is dropped", loses=True)
-            elif before.dtype != leaf.dtype:
-                self._note(f"{change}: rounded", loses=True)
+            dropped = ", and the master is dropped" if form else ""
+            self._note(f"{change}: rounded{dropped}", loses=True)
         elif _core.is_16bit(_numpy_dtype(before.dtype)) and not form:
             self._note(f"{change}: from the 16-bit parameter, the only value there is")
         else:
