@@ -92,16 +92,21 @@ def double_where(where: _source.Expression, inner: _source.Expression) -> str:
     Args:
       where: the call `jnp.where(condition, x, y)`.
       inner: the call or quotient whose gradient is not finite, with an operand to replace. It is
-        replaced by itself if `where` does not contain it.
+        replaced by itself if `where` reads it as a variable.
     """
     node = where.node
     if not inner.text or not isinstance(node, ast.Call) or len(node.args) != 3:
         return ""
-    condition, *branches = map(ast.unparse, node.args)
-    old = inner.text
-    is_first = old in branches[0] and old not in branches[1]
+    old, values = inner.text, _source.assigned_before(where)
+    late = values.keys() - _source.assigned_before(inner).keys()
+    defined = lambda n: values[n.id] if isinstance(n, ast.Name) and n.id in late else None
+    condition = _rewrite.Changed(defined).visit(where.copy().args[0])
+    branches = node.args[1:]
+    is_first, is_second = (old in _with_values(branch, values) for branch in branches)
+    if is_first == is_second:
+        return ""
     safe = "jnp.where({c}, {x}, 1)" if is_first else "jnp.where({c}, 1, {x})"
-    make = lambda text: safe.format(c=condition, x=text)
+    make = lambda text: safe.format(c=ast.unparse(condition), x=text)
     if isinstance(inner.node, ast.BinOp) and isinstance(inner.node.op, ast.Div):
         right = _rewrite.parsed(make(ast.unparse(inner.node.right)))
         new = ast.unparse(ast.BinOp(inner.node.left, inner.node.op, right))
@@ -110,6 +115,15 @@ def double_where(where: _source.Expression, inner: _source.Expression) -> str:
     if new and old in where.text:
         return where.replaced_by(where.text.replace(old, new))
     return inner.replaced_by(new)
+
+
+def _with_values(node: ast.expr, values: dict[str, ast.expr]) -> str:
+    """Returns the code of an expression, and of the variables that it is made from."""
+    nodes = [node]
+    for each in nodes:
+        names = (n.id for n in ast.walk(each) if isinstance(n, ast.Name))
+        nodes += [values[name] for name in names if name in values and values[name] not in nodes]
+    return "\n".join(map(ast.unparse, nodes))
 
 
 # Functions of `jax.nn`, `flax` and SciPy -> the one that computes their logarithm.
