@@ -1648,8 +1648,8 @@ a quotient by sums of other rows becomes a softmax
 test_nonfinite.py::test_steps_that_overflow_become_one_function
 
 the fix of a where replaces the operand of the branch that is used
-- (old in _with_values(branch, values) for branch in branches)
-+ (old in ast.unparse(branch) for branch in branches)
+- (old in _with_values(branch, values) for
++ (old in ast.unparse(branch) for
 test_nonfinite.py::test_the_operand_of_an_earlier_line_is_replaced_where_it_is_discarded
 """,
     "jaxmp/_tools/fixes/_functions.py": r"""

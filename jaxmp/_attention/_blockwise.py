@@ -80,8 +80,8 @@ def blockwise_attention(args: AttentionArguments, block: int | None = None) -> A
         heads // groups,
         queries,
         keys,
-        min(block, _rounded_up(queries, 8)),
-        min(block, _rounded_up(keys, 8)),
+        min(block, -(-queries // 8) * 8),
+        min(block, -(-keys // 8) * 8),
     )
     return _attention(shape, dataclasses.replace(args, settings=settings))
 
@@ -101,10 +101,6 @@ def _block_size(heads: int) -> int:
     while block > _LEAST and heads * block * block > logits:
         block //= 2
     return block
-
-
-def _rounded_up(size: int, multiple: int) -> int:
-    return -(-size // multiple) * multiple
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -101,8 +101,7 @@ def double_where(where: _source.Expression, inner: _source.Expression) -> str:
     late = values.keys() - _source.assigned_before(inner).keys()
     defined = lambda n: values[n.id] if isinstance(n, ast.Name) and n.id in late else None
     condition = _rewrite.Changed(defined).visit(where.copy().args[0])
-    branches = node.args[1:]
-    is_first, is_second = (old in _with_values(branch, values) for branch in branches)
+    is_first, is_second = (old in _with_values(branch, values) for branch in node.args[1:])
     if is_first == is_second:
         return ""
     safe = "jnp.where({c}, {x}, 1)" if is_first else "jnp.where({c}, 1, {x})"
