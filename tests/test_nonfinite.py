@@ -856,8 +856,10 @@ def test_the_operand_of_an_earlier_line_is_replaced_where_it_is_discarded(tmp_pa
     lines = "def fn(x):", " root = jnp.sqrt(x)", " is_positive = x > 0"
     program = "\n".join((HEAD, *lines, " return jnp.where(is_positive, 2 * root, 0.0)"))
     fn = load_module(program, tmp_path).fn
-    code = code_of(jaxmp.locate_nonfinite(jax.grad(fn), jnp.float32(0)).fix)
-    fixed = load_module(program.replace("jnp.sqrt(x)", code), tmp_path).fn
+    report = jaxmp.locate_nonfinite(jax.grad(fn), jnp.float32(0))
+    where = f"{Path(report.file).name}:{report.line - 2}"
+    assert report.trial == "works" and report.fix.startswith(f"At {where}, replace the operand")
+    fixed = load_module(program.replace("jnp.sqrt(x)", code_of(report.fix)), tmp_path).fn
     assert (jax.grad(fixed)(0.0), fixed(4.0)) == (0, fn(4.0))
 
 

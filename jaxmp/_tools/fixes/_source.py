@@ -48,6 +48,10 @@ class Edit(NamedTuple):
         """The line as reports print it, such as `model.py:12`."""
         return text_of(self.file, self.line)
 
+    def is_at(self, file: str, line: int) -> bool:
+        """Returns True if the expression contains a part of a line."""
+        return self.file == file and self.line <= line <= self.end_line
+
 
 def text_of(file: str, line: int) -> str:
     """Returns a line as `model.py:12`."""

@@ -53,8 +53,7 @@ def unified(fix: str, file: str, line: int, edits: Iterable[Edit]) -> tuple[str,
       The fix, and None if some of its code is not an edit, such as a change of the optimizer.
     """
     code = set(codes_of(fix))
-    has_line = lambda edit: edit.file == file and edit.line <= line <= edit.end_line
-    is_here = lambda edit: has_line(edit) or edit.where in fix
+    is_here = lambda edit: edit.is_at(file, line) or edit.where in fix
     chosen = [edit for edit in edits if edit.code in code and is_here(edit)]
     if not code or not code <= {edit.code for edit in chosen}:
         return fix, None

@@ -143,6 +143,8 @@ class NonfiniteEvidence:
         edits = tuple(self.op.findings.edits)
         if not code or not edits:
             return NonfiniteCause(name, message, f"{sentence}.", "", operation)
+        if not edits[-1].is_at(*(operation or self.origin.operation).op.line):
+            sentence = f"At {edits[-1].where}, {sentence[0].lower()}{sentence[1:]}"
         fix = f"{sentence}:\n    {code}"
         return NonfiniteCause(name, message, fix, edits[-1].old, operation, edits)
 
@@ -166,7 +168,7 @@ def _of_rounding(e: NonfiniteEvidence, cause: NonfiniteCause) -> NonfiniteCause:
     fix = _origins.fix_operation(e.op) if _checks.half_of(e.op.operands) else ""
     fix = fix or _origins.fix_rounding(e.op)
     codes = _source.codes_of(fix)
-    if cause.id == "optimizer_epsilon" or cause.fix.startswith(_IN_ONE) or not codes:
+    if cause.id == "optimizer_epsilon" or _IN_ONE[1:] in cause.fix or not codes:
         return cause
     edits = tuple(e.op.findings.edits)
     expression = next((edit.old for edit in edits if [edit.code] == codes), "")
