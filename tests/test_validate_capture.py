@@ -24,18 +24,11 @@ DENSE = np.sin(X / 2)
 
 def captured(fn, *args):
     """Returns the computed outputs of a function by scope, after comparing its result."""
-    paths = []
-
-    def observed(*args):
-        result, outputs = with_outputs(fn)(*args)
-        paths[:] = outputs
-        return result, list(outputs.values())
-
-    result, outputs = jax.jit(observed)(*args)
+    result, outputs = jax.jit(with_outputs(fn))(*args)
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-6), result, fn(*args))
     return {
         "/".join(path): np.asarray(output.values)
-        for path, output in zip(paths, outputs, strict=True)
+        for path, output in outputs.items()
         if output.is_computed
     }
 

@@ -20,7 +20,7 @@ from jaxmp._tools.report._section import abbreviate, counted, grouped
 from jaxmp._tools.report._views import Interrupted
 from jaxmp._tools.validate import _budget, _compare, _probe, _report, _rows, _run, _train, _trials
 from jaxmp._tools.validate._diagnose import Trained, diagnose, find_origin
-from jaxmp._tools.validate._pure import as_arrays, check_same_params, checksum
+from jaxmp._tools.validate._pure import as_arrays, check_same_params, checksum, leaves_of
 from jaxmp.errors import ValidationError
 
 _TEST = (
@@ -338,8 +338,7 @@ class _Trainer:
             nonlocal result
             run, probe = _train.at_step(runs, step), _train.at_step(probes, step)
             if is_reference:
-                params = _probe.leaves_of(run.params(arrays))
-                self._steps[step] = params, probe(arrays, batch)
+                self._steps[step] = leaves_of(run.params(arrays)), probe(arrays, batch)
                 return
             leaves, reference = self._steps[step]
             candidate = probe(run.with_params(arrays, leaves), batch)
@@ -350,10 +349,8 @@ class _Trainer:
             own = runs if is_first else make(seed)
             current = own[0]
             params = current.params(current.arrays)
-            if is_reference:
-                self._initial[seed] = _probe.leaves_of(params)
-            else:
-                check_same_params(self._initial[seed], params, name, seed)
+            reference = self._initial.setdefault(seed, leaves_of(params))
+            check_same_params(reference, params, name, seed)
             self._on_run(f"{name}, seed {seed}")
             # Functions of another seed alone, which may contain large constants, are not kept.
             shared = known if is_first else dict(known)

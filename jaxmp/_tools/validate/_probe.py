@@ -15,6 +15,7 @@ have no outputs.
 from __future__ import annotations
 
 import dataclasses
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -26,7 +27,7 @@ import numpy as np
 from jaxmp import _core, _programs
 from jaxmp._core import Array, PyTree
 from jaxmp._tools.report import _section
-from jaxmp._tools.validate._pure import PureRun
+from jaxmp._tools.validate._pure import Leaves, PureRun, leaves_of
 from jaxmp._tools.validate._rows import CandidateResult, GradientRow, ModuleRow, Pattern
 from jaxmp._tools.validate._run import check_grads
 from jaxmp._tools.validate._train import global_norm
@@ -44,7 +45,8 @@ class Output(NamedTuple):
     is_computed: Array
 
 
-Outputs = dict[_programs.Path, Output]
+# JAX does not sort the keys of this type.
+Outputs = OrderedDict[_programs.Path, Output]
 
 
 def with_outputs(fn: Callable[..., PyTree]) -> Callable[..., tuple[PyTree, Outputs]]:
@@ -71,7 +73,7 @@ def with_outputs(fn: Callable[..., PyTree]) -> Callable[..., tuple[PyTree, Outpu
         closed, shape = _programs.record(fn, *args)
         observer = _Outputs()
         results = observer.run(closed, jax.tree.leaves(args))
-        outputs: Outputs = {}
+        outputs: Outputs = OrderedDict()
         for key, new in observer.side.items():
             # Moves the module to its position in the forward pass.
             outputs[key.path] = _last(outputs.pop(key.path, new), new)
@@ -104,10 +106,6 @@ def _last(old: Output, new: Output) -> Output:
 # ---------------------------------------------------------------------------
 # Probes
 # ---------------------------------------------------------------------------
-
-
-# Path of a parameter, such as "block_0/dense:kernel" -> values on the host.
-Leaves = Mapping[str, np.ndarray]
 
 
 class Probe(NamedTuple):
@@ -145,7 +143,6 @@ def make_probe(run: PureRun) -> Callable[[PyTree, PyTree], Probe]:
 
     def measure(arrays: PyTree, batch: PyTree) -> PyTree:
         (new, result), outputs = with_outputs(run.step)(arrays, batch)
-        paths[:] = outputs
         before, after = run.params(arrays), run.params(new)
         update = jax.tree.map(_difference, after, before)
         state, other = run.state(arrays), run.state(new)
@@ -157,9 +154,8 @@ def make_probe(run: PureRun) -> Callable[[PyTree, PyTree], Probe]:
             "changes": jax.tree.map(_core.sampled, changes),
             "params": leaves_of(before, _core.sampled),
         }
-        return result, list(outputs.values()), numbers, samples
+        return result, outputs, numbers, samples
 
-    paths: list[tuple[str, ...]] = []
     compiled = jax.jit(measure)
 
     def probe(arrays: PyTree, batch: PyTree) -> Probe:
@@ -169,7 +165,9 @@ def make_probe(run: PureRun) -> Callable[[PyTree, PyTree], Probe]:
             grads=leaves_of(result.grads),
             outputs={
                 module: output.values
-                for module, output in zip(_programs.modules_of(paths), outputs, strict=True)
+                for module, output in zip(
+                    _programs.modules_of(outputs), outputs.values(), strict=True
+                )
                 if output.is_computed
             },
             dtypes={path: str(leaf.dtype) for path, leaf in run.state(arrays).items()},
@@ -178,12 +176,6 @@ def make_probe(run: PureRun) -> Callable[[PyTree, PyTree], Probe]:
         )
 
     return probe
-
-
-def leaves_of(tree: PyTree, convert: Callable[[Array], Any] = np.asarray) -> dict[str, Any]:
-    """Returns the leaves of a tree of parameters by their paths, by default on the host."""
-    leaves = _core.leaves_with_path(tree)
-    return {_core.parameter_path(path): convert(leaf) for path, leaf in leaves}
 
 
 def _stalled(before: PyTree, after: PyTree, grads: PyTree | None) -> Array:

@@ -21,6 +21,9 @@ from jaxmp._tools.validate._run import TrainingRun, check_run, check_state
 from jaxmp.errors import JaxmpError, ValidationError
 from jaxmp.optim import _find, _skip
 
+# Path of a parameter, such as "block_0/dense:kernel" -> values on the host.
+Leaves = Mapping[str, np.ndarray]
+
 
 class StepResult(NamedTuple):
     """Result of a training step: the loss, and the gradients if the step returns them."""
@@ -50,7 +53,7 @@ class PureRun(NamedTuple):
     step: Callable[[PyTree, PyTree], tuple[PyTree, StepResult]]
     evaluate: Callable[[PyTree], dict[str, Array]]
     params: Callable[[PyTree], PyTree]
-    with_params: Callable[[PyTree, Mapping[str, np.ndarray]], PyTree]
+    with_params: Callable[[PyTree, Leaves], PyTree]
     opt_state: Callable[[PyTree], PyTree]
     state: Callable[[PyTree], dict[str, Array]]
     audited: tuple[Any, ...]
@@ -196,7 +199,7 @@ def _pure_tree(run: TrainingRun) -> PureRun:
         check_state(opened(arrays), out[0])
         return list(map(_strong, jax.tree.leaves(out[0]))), StepResult(loss, _inner(grads))
 
-    def with_params(arrays: PyTree, params: Mapping[str, np.ndarray]) -> PyTree:
+    def with_params(arrays: PyTree, params: Leaves) -> PyTree:
         new = lambda n, x: jnp.asarray(params[paths[n]], x.dtype) if n in paths else x
         return list(itertools.starmap(new, enumerate(arrays)))
 
@@ -285,7 +288,7 @@ def _pure_nnx(run: TrainingRun, nodes: tuple[Any, ...]) -> PureRun:
         grads = None if grads is None else nnx.as_pure(nnx.state(grads, nnx.Param))
         return new, result._replace(grads=grads)
 
-    def with_params(arrays: PyTree, params: Mapping[str, np.ndarray]) -> PyTree:
+    def with_params(arrays: PyTree, params: Leaves) -> PyTree:
         live = objects(arrays)
         new = lambda path, x: jnp.asarray(params[_core.parameter_path(path)], x.dtype)
         stored = nnx.as_pure(nnx.state(live[number], nnx.Param))
@@ -342,9 +345,13 @@ def checksum(tree: PyTree, start: int = 0) -> int:
     return start
 
 
-def check_same_params(
-    reference: Mapping[str, np.ndarray], params: PyTree, name: str, seed: int
-) -> None:
+def leaves_of(tree: PyTree, convert: Callable[[Array], Any] = np.asarray) -> dict[str, Any]:
+    """Returns the leaves of a tree of parameters by their paths, by default on the host."""
+    leaves = _core.leaves_with_path(tree)
+    return {_core.parameter_path(path): convert(leaf) for path, leaf in leaves}
+
+
+def check_same_params(reference: Leaves, params: PyTree, name: str, seed: int) -> None:
     """Checks that the initial parameters are those of the reference, up to their storage dtype.
 
     Args:
@@ -356,8 +363,7 @@ def check_same_params(
     Raises:
       ValidationError: naming the first parameter that differs.
     """
-    leaves = _core.leaves_with_path(params)
-    actual = {_core.parameter_path(path): leaf for path, leaf in leaves}
+    actual = leaves_of(params)
     for path in sorted(actual.keys() ^ reference.keys()):
         raise ValidationError(
             f"{name!r} has other parameters than the reference for seed {seed}: only "
@@ -366,7 +372,7 @@ def check_same_params(
         )
     for path, leaf in actual.items():
         cast = np.asarray(jnp.asarray(reference[path], leaf.dtype))
-        if cast.tobytes() != np.asarray(leaf).tobytes():
+        if cast.tobytes() != leaf.tobytes():
             raise ValidationError(
                 f"The initial parameter {path!r} of {name!r} differs from the reference for seed "
                 f"{seed}. Initialize the parameters in FP32 from the seed alone, such as "
