@@ -1626,6 +1626,11 @@ a page of another command is replaced
 + return is_page
 test_cli_inputs.py::test_results_replace_earlier_ones_alone
 
+an output below a file is refused after the work
+- os.path.join(os.path.dirname(path), "")
++ os.path.dirname(path)
+test_cli_inputs.py::test_a_bad_input_is_one_message_and_overwrites_nothing
+
 a link to itself is replaced by a file
 -  and not os.path.islink(path)
 test_cli_inputs.py::test_a_bad_input_is_one_message_and_overwrites_nothing

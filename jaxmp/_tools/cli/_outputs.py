@@ -129,7 +129,8 @@ def check_outputs(command: str, parameters: Mapping[str, object]) -> None:
         if (name, file) == ("json", "-"):
             continue
         path = os.path.realpath(file)
-        target = file if os.path.exists(file) else os.path.dirname(path)
+        # With the separator, a file is no directory.
+        target = file if os.path.exists(file) else os.path.join(os.path.dirname(path), "")
         is_name = file not in ("", "-")
         may_be_file = is_name and not os.path.islink(path) and not os.path.isdir(file)
         if not (may_be_file and os.access(target, os.W_OK)):
