@@ -12,6 +12,7 @@ from typing import TypeAlias
 import numpy as np
 
 from jaxmp import _core
+from jaxmp._policies import _device, _resolve
 from jaxmp._policies._recipe import Recipe
 from jaxmp._tools.validate._rows import MAX, MIN, TWO_SIDED, MetricChoice, TrainingRecord
 from jaxmp.errors import ValidationError
@@ -91,11 +92,9 @@ BudgetsLike: TypeAlias = float | Budget | Mapping[str, float | Budget] | None
 def format_of(recipe: Recipe) -> str:
     """Returns "fp8", "16-bit" or "fp32": the narrowest format in which a recipe multiplies."""
     phases = [phase.policies for phase in recipe.split_phases()]
-    policies = [policy for each in phases for policy in (each.default, *each.rules)]
-    if any(getattr(policy, "matmul", None) == "fp8" for policy in policies):
+    if any(_resolve.matmul_scaling(policies) is not None for policies in phases):
         return "fp8"
-    dtypes = {str(getattr(policy, "compute_dtype", None)) for policy in policies}
-    return "16-bit" if dtypes & {"bfloat16", "float16"} else "fp32"
+    return "16-bit" if any(map(_device.computes_in_16_bits, phases)) else "fp32"
 
 
 def resolve_budgets(budgets: BudgetsLike, candidates: Mapping[str, Recipe]) -> dict[str, Budget]:

@@ -37,7 +37,7 @@ import numpy as np
 from scipy import special
 
 from jaxmp._tools.validate import _rows
-from jaxmp._tools.validate._budget import Budget, choose_training, final_loss, limit_of, smooth
+from jaxmp._tools.validate._budget import Budget, final_loss, limit_of, smooth
 from jaxmp._tools.validate._rows import (
     Comparison,
     GradientRow,
@@ -220,7 +220,7 @@ def compare_metrics(
     candidate: Records,
     metrics: Sequence[MetricChoice],
     budget: Budget,
-    training: MetricChoice | None = None,
+    training: MetricChoice,
     candidates: int = 1,
 ) -> tuple[list[Comparison], list[SeedPair], Power]:
     """Compares final metrics and training losses.
@@ -230,14 +230,13 @@ def compare_metrics(
       candidate: records of the candidate.
       metrics: the metrics, the deciding one first.
       budget: the budget of the candidate.
-      training: scale of the training loss; None: that of these records.
+      training: scale of the training loss.
       candidates: number of candidates, for which the intervals are corrected.
 
     Returns:
       The comparisons with the deciding metric first, its values for each seed, and the power of
       its test.
     """
-    training = training or choose_training(reference, candidate, [budget])
     final = lambda name: lambda record: record.evaluations[name][-1]
     pairs = [_pairs(reference, candidate, final(metric.name), metric) for metric in metrics]
     checks = [

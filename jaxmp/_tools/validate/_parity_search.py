@@ -134,7 +134,8 @@ class _Run:
     """
 
     def __init__(self, name: str, records: list[_walk.ResultRecord]) -> None:
-        self.name, self.records, self.modules = name, records, _walk.modules(records)
+        self.name, self.records = name, records
+        self.modules = list(_programs.modules_of(record.scopes for record in records))
         self.paired: Collection[int] = ()
 
     def group(self, index: int) -> str:

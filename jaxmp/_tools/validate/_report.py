@@ -136,11 +136,11 @@ class ValidationReport(_views.Report):
         Raises:
           ValidationError: if the report contains no such candidate.
         """
-        for candidate in self.candidates:
-            if candidate.name == name:
-                return candidate
-        names = ", ".join(repr(candidate.name) for candidate in self.candidates)
-        raise ValidationError(f"The report has no candidate {name!r}; it has {names}.")
+        named = {candidate.name: candidate for candidate in self.candidates}
+        if name not in named:
+            names = ", ".join(map(repr, named))
+            raise ValidationError(f"The report has no candidate {name!r}; it has {names}.")
+        return named[name]
 
     def check(self, *, baseline: ValidationReport | str | os.PathLike[str] | None = None) -> None:
         """Raises an exception if a candidate fails, differs, or has no verdict, as in a test.

@@ -367,9 +367,9 @@ def _figures(report: ValidationReport) -> Section:
         (
             candidate.name,
             label(check.name),
-            _text(check, check.value, sign=check.name not in _ERRORS),
+            figure_text(check.value, check.scale, sign=check.name not in _ERRORS),
             _interval_text(check),
-            _text(check, check.budget, sign=False),
+            figure_text(check.budget, check.scale, sign=False),
             check.verdict,
         )
         for candidate in report.candidates
@@ -393,14 +393,9 @@ def figure_text(value: float, scale: str, *, sign: bool = True) -> str:
     return f"{100 * value:{plus}.3g} %" if scale == "relative" else f"{value:{plus}.3g}"
 
 
-def _text(comparison: Comparison, value: float, *, sign: bool = True) -> str:
-    """Returns a value of a comparison as text."""
-    return figure_text(value, comparison.scale, sign=sign)
-
-
 def _interval_text(comparison: Comparison) -> str:
     bounds = [x for x in (comparison.low, comparison.high) if x is not None]
-    return " to ".join(_text(comparison, x) for x in bounds)
+    return " to ".join(figure_text(x, comparison.scale) for x in bounds)
 
 
 def _candidate_sections(

@@ -96,7 +96,6 @@ class _Walk(_programs.Interpreter):
     """
 
     consequence = "the operations inside of it are not compared"
-    drops_derivatives = True
 
     def __init__(self, changes: Mapping[int, Change] = MappingProxyType({})) -> None:
         super().__init__()
@@ -247,11 +246,6 @@ def is_compared(record: ResultRecord) -> bool:
     return is_float and record.primitive not in MOVES and record.value.size > 0
 
 
-def modules(records: Sequence[ResultRecord]) -> list[str]:
-    """Returns the module path of each record."""
-    return list(_programs.modules_of(record.scopes for record in records))
-
-
 def pairs_of(train: Sequence[ResultRecord], serve: Sequence[ResultRecord]) -> list[Pair]:
     """Pairs records by their modules, operations and shapes, in the order of execution.
 
@@ -277,10 +271,10 @@ _Labels = dict[int, tuple[str, str]]
 
 
 def _labels(records: Sequence[ResultRecord], with_modules: bool) -> _Labels:
-    paths = modules(records) if with_modules else [""] * len(records)
+    scopes = (record.scopes if with_modules else () for record in records)
     return {
         n: (re.sub(r"_?\d+", "", path), record.primitive)
-        for n, (path, record) in enumerate(zip(paths, records, strict=True))
+        for n, (path, record) in enumerate(zip(_programs.modules_of(scopes), records, strict=True))
         if is_compared(record)
     }
 
