@@ -626,14 +626,14 @@ def test_the_audit_in_readme_is_that_of_the_command(capfd, monkeypatch):
     assert len(lines) == 6 and all(line in printed for line in lines)  # in this order
 
 
-PAGES = ["recipes", "how-it-works", "audit", "checkpoints", "choose", "questions"]
+PAGES = ["recipes", "how-it-works", "audit", "checkpoints", "parity", "choose", "questions"]
 SLOW_PAGES = ["get-started", "autocast", "attention", "fp8", "sharding", "validate"]
 
 
 @pytest.mark.parametrize(
     "name", [*PAGES, *(pytest.param(page, marks=pytest.mark.slow) for page in SLOW_PAGES)]
 )
-@fast_cases("recipes", "how-it-works", "audit", "checkpoints")
+@fast_cases("recipes", "how-it-works", "audit", "checkpoints", "parity")
 def test_code_in_documents_runs(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     blocks = python_blocks(f"docs/{name}.md")
@@ -647,7 +647,7 @@ def test_code_in_documents_runs(name, tmp_path, monkeypatch):
 
 
 def test_every_block_of_a_page_runs_or_is_marked():
-    elsewhere = {"debugging", "migration", "parity"}  # test_nonfinite, test_migration, test_parity
+    elsewhere = {"debugging", "migration"}  # test_nonfinite, test_migration
     copies = {"readme", "recipe-keys", "contributing", "changelog"}
     for page in (ROOT / "docs").glob("*.md"):
         if page.stem not in {*PAGES, *SLOW_PAGES, *elsewhere, *copies}:

@@ -1,11 +1,9 @@
 """Paired runs, statistics, baselines and the command of a validation."""
 
 import dataclasses
-import functools
 import gc
 import math
 import re
-import sys
 import weakref
 from pathlib import Path
 
@@ -240,7 +238,7 @@ def test_json_round_trip(report):
 
 @EXPENSIVE
 def test_nnx_gives_the_same_kind_of_report():
-    report = run(lambda seed: models_nnx.Perceptron(nnx.Rngs(seed)), seeds=1)
+    report = run(lambda seed: NnxDropout(nnx.Rngs(seed)), seeds=1)
     assert report["bf16"].verdict == "inconclusive"
     assert "one seed" in report["bf16"].power.text
     shown = report.to_text(full=True)
@@ -249,24 +247,20 @@ def test_nnx_gives_the_same_kind_of_report():
     modules = [row.module for row in report["bf16"].modules if row.gradient_error]
     assert modules == ["hidden", "out"] * 2
     assert all(row.activation_error for row in report["bf16"].modules if row.module == "hidden")
+    # The held-out loss has no dropout.
+    model = NnxDropout(nnx.Rngs(0))
+    expected = np.mean([squared_error(nnx.view(model, deterministic=True), x) for x in HELD_OUT])
+    np.testing.assert_allclose(report.runs[0].evaluations["loss"][0], expected, rtol=1e-5)
+    assert abs(np.mean([squared_error(model, x) for x in HELD_OUT]) - expected) > 0.1 * expected
 
 
-class NnxDropout(nnx.Module):
+class NnxDropout(models_nnx.Perceptron):
     def __init__(self, rngs):
-        self.out = nnx.Linear(8, 4, rngs=rngs)
+        super().__init__(rngs)
         self.dropout = nnx.Dropout(0.5, rngs=rngs)
 
     def __call__(self, x):
-        return self.dropout(self.out(x))
-
-
-@EXPENSIVE
-def test_the_held_out_loss_of_nnx_has_no_dropout():
-    report = run(lambda seed: NnxDropout(nnx.Rngs(seed)), seeds=1, steps=1, compare_steps=[0])
-    model = NnxDropout(nnx.Rngs(0))
-    expected = np.mean([squared_error(model.out, x) for x in HELD_OUT])
-    np.testing.assert_allclose(report.runs[0].evaluations["loss"][0], expected, rtol=1e-5)
-    assert abs(np.mean([squared_error(model, x) for x in HELD_OUT]) - expected) > 0.1 * expected
+        return self.dropout(super().__call__(x))
 
 
 def test_an_evaluation_that_depends_on_the_seed_is_that_of_its_seed():
@@ -345,28 +339,12 @@ def test_an_outlier_from_four_seeds_on_does_not_pass():
     assert "with an outlier, one seed at 0.341 % from the others" in check.text
 
 
-def test_an_improvement_beyond_the_budget_differs():
-    reference, better = records("fp32", [1.0, 1.1, 1.2]), records("bf16", [0.84, 0.925, 1.01])
-    (check, *_) = compared(reference, better)
-    assert check.verdict == "differs" and check.high < -0.005
-    noisy = records("bf16", [0.84, 1.1, 1.35])
-    assert compared(reference, noisy)[0].verdict == "inconclusive"
-
-
 def test_another_loss_on_identical_parameters_differs():
     row = GradientRow(step=0, error=0.0, cosine=1.0, norm=1.0, loss_error=0.16, loss=0.5)
     for unit, value, verdict in ((0.0, 0.16, "differs"), (8.0, 0.01, "pass")):
         _, check, _ = compare_figures([row], TrainingRow(), jaxmp.Budget(), 20, unit)
         assert (check.name, check.verdict) == ("loss_error", verdict)
         assert check.value == pytest.approx(value)
-
-
-def test_errors_are_corrected_for_the_number_of_candidates():
-    """Ten candidates that are worse by 1.1 budgets: one of them passes in 5 % of all cases."""
-    rng = np.random.default_rng(0)
-    rows = rng.normal(1.1, 0.3, size=(500, 10, 4))
-    passes = lambda row: _compare.judge_interval(_compare.paired_interval(row, 10), 1.0) == "pass"
-    assert np.mean([any(map(passes, family)) for family in rows]) < 0.05
 
 
 def test_power_agrees_with_simulation():
@@ -411,8 +389,9 @@ def records(name, finals, accuracy=None, first=2.0, metric="loss", losses=None):
 
 def compared(reference, candidate, metrics=None, budget=None):
     """Returns the checks of the metrics."""
-    chosen = metrics or [MetricChoice()]
-    return compare_metrics(reference, candidate, chosen, budget or jaxmp.Budget())[0]
+    metrics, budget = metrics or [MetricChoice()], budget or jaxmp.Budget()
+    training = choose_training(reference, candidate, [budget])
+    return compare_metrics(reference, candidate, metrics, budget, training)[0]
 
 
 @pytest.mark.parametrize(("shift", "verdict"), [(0.0, "pass"), (0.01, "fail")])
@@ -496,18 +475,6 @@ def test_directions_of_names_are_those_of_the_page():
     assert direction_of("val/Mean-Accuracy") == "max" and direction_of("test_loss") == "min"
     for name in ("fid_score", "mAP", "recall@5", "top_1", "z", "accuracy_loss", "loss_accuracy"):
         assert direction_of(name) == "two-sided"
-
-
-SCORES = "accuracy reward return psnr r2 iou mAP recall@5 top_1 rouge_l f1_macro bleu4 hits z"
-
-
-@pytest.mark.parametrize("name", SCORES.split())
-def test_half_of_a_score_fails(name):
-    reference, half = (
-        records("x", finals, metric=name, first=0.2) for finals in ([0.8, 0.82], [0.4, 0.41])
-    )
-    (check, *_) = compared(reference, half, choose_metrics(reference))
-    assert check.verdict == "fail" and abs(check.value) >= 0.4 - 1e-12
 
 
 def test_a_score_of_an_unknown_direction_fails_in_both_directions():
@@ -652,13 +619,6 @@ def test_a_run_that_is_not_finite_in_one_seed_has_a_report():
     assert len(report.runs[2].gradient_norms) == len(report.runs[3].gradient_norms) == 2
     assert ValidationReport.from_json(report.to_json()).to_json() == report.to_json()
     assert report.to_html() and "bf16 FAILS" in report.to_text(full=True)
-
-
-@EXPENSIVE
-def test_steps_without_gradients_are_compared_by_loss():
-    report = jaxmp.validate(make_run, ["bf16"], steps=4, seeds=2)
-    assert report["bf16"].gradients == () and "grads" in report.notes[0]
-    assert len(report.runs[0].evaluations["loss"]) == 5
 
 
 @pytest.mark.parametrize(
@@ -864,16 +824,12 @@ def test_the_check_raises_the_headline():
         return lambda state: factor * run.evaluate(state)
 
     make = changed_run("evaluate", make)
+    report = jaxmp.validate(make, ["bf16"], steps=4, seeds=2, budgets=0.05)
     with pytest.raises(ValidationFailedError, match=r"^bf16 FAILS: held-out loss \+10\.?"):
-        jaxmp.validate(make, ["bf16"], steps=4, seeds=2, budgets=0.05).check()
-
-
-RUN = """
-import sys
-
-sys.path.insert(0, {folder!r})
-from test_validate import make_run
-"""
+        report.check()
+    # The step of `make_run` returns no gradients.
+    assert report["bf16"].gradients == () and "grads" in report.notes[0]
+    assert len(report.runs[0].evaluations["loss"]) == 5
 
 
 @pytest.mark.parametrize(
@@ -893,33 +849,17 @@ def test_the_command_exits_with_3_if_a_candidate_differs(
     file = tmp_path / "run.py"
     file.write_text("def make_run(recipe, seed): ...\n")
     (tmp_path / "b.json").write_text(changed.to_json())
-    common = ["validate", f"{file}:make_run", "--metrics", "reward=max,loss=min"]
+    common = ["validate", f"{file}:make_run", "--metrics", "reward=max,loss=min", "--budget", "0.9"]
     for options in ([], ["--baseline", tmp_path / "b.json"]):
         assert command(*common, *options)[0] == status
-        assert passed["metrics"] == {"reward": "max", "loss": "min"}
+        assert passed["metrics"] == {"reward": "max", "loss": "min"} and passed["budgets"] == 0.9
+    pairs = [dataclasses.replace(x, candidate=0.5 * x.candidate) for x in candidates[0].pairs]
+    better = worse(changed, pairs=tuple(pairs)).candidates + candidates[1:]
+    (tmp_path / "b.json").write_text(dataclasses.replace(changed, candidates=better).to_json())
+    code, out, error = command(*common, "--baseline", tmp_path / "b.json")
+    assert code == 1 and "x0: the held-out loss is worse by +100 %" in error
+    assert out.startswith(candidates[0].headline)
     assert changed.ok == (status == 0)
     if status:
         with pytest.raises(ValidationFailedError):
             changed.check()
-
-
-@EXPENSIVE
-def test_the_command_exits_with_1_where_the_baseline_is_better(tmp_path, monkeypatch, command):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    (tmp_path / "my_run.py").write_text(RUN.format(folder=str(Path(__file__).parent)))
-    common = ["validate", "my_run.py:make_run", "--steps", "4", "--seeds", "2"]
-    run = functools.partial(command, *common, "--recipes", "bf16", "--budget", "0.9")
-    code, _, error = run("--baseline", "b.json")
-    assert code == 2 and "'b.json' cannot be read" in error
-    code, out, _ = run("--html", "page.html", "--json", "b.json")
-    assert code == 0 and out.startswith("bf16 passes: ")
-    assert (tmp_path / "page.html").read_text().startswith("<!doctype html>")
-    baseline = ValidationReport.from_json((tmp_path / "b.json").read_text())
-    better = [
-        dataclasses.replace(pair, candidate=0.5 * pair.candidate) for pair in baseline["bf16"].pairs
-    ]
-    (tmp_path / "b.json").write_text(worse(baseline, pairs=tuple(better)).to_json())
-    code, out, error = run("--baseline", "b.json")
-    assert code == 1 and "bf16: the held-out loss is worse by +100 %" in error
-    assert out.startswith("bf16 passes: ")

@@ -6,8 +6,8 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
+from flax import nnx
 
 import jaxmp
 import validate_healthy
@@ -248,15 +248,20 @@ def test_changes_of_subnormal_float16_values_are_measured():
     def step(state, batch):
         return {**state, "average": 2 * state["average"]}, {"loss": batch.sum()}
 
-    run = jaxmp.TrainingRun(
-        state={"params": {"w": jnp.ones(2)}, "average": average},
-        step=step,
-        batches=[np.ones(2, np.float32)],
-        evaluate=lambda state: 0.0,
-    )
-    pure = as_pure(run, "run", 1)
-    changes = make_probe(pure)(pure.arrays, pure.first).changes
-    np.testing.assert_array_equal(changes["average"], average.astype(jnp.float32))
+    def nnx_step(model, batch):
+        model.mean[...] = 2 * model.mean[...]
+        return batch.sum()
+
+    model = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
+    model.mean = nnx.BatchStat(average)
+    tree = {"params": {"w": jnp.ones(2)}, "average": average}
+    for state, fn, path in ((tree, step, "average"), ((model,), nnx_step, "Linear[0]/mean")):
+        batches = [np.ones(2, np.float32)]
+        run = jaxmp.TrainingRun(state=state, step=fn, batches=batches, evaluate=lambda *_: 0.0)
+        pure = as_pure(run, "run", 1)
+        probe = make_probe(pure)(pure.arrays, pure.first)
+        np.testing.assert_array_equal(probe.changes[path], average.astype(jnp.float32))
+        assert probe.dtypes[path] == "float16"
 
 
 @pytest.mark.parametrize(("dtype", "share", "expected"), [
@@ -300,13 +305,14 @@ def test_recorded_faults_are_named():
 
 
 @pytest.mark.parametrize(
-    "name", ["learning_rate", "labels", "average", "layer_norm", "dropout_keys"]
+    "name",
+    ["labels", "layer_norm", "dropout_keys", "no_loss_scale", "temperature", "statistics"],
 )
 @EXPENSIVE
 def test_a_planted_fault_is_named(name):
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         result = validate_sabotages.measure(name, seeds=2)
-    assert result.outcome in ("right", "missed"), result.headline  # two seeds may not suffice
+    assert result.outcome == "right", result.headline
 
 
 def test_recorded_healthy_trainings_do_not_fail():
@@ -324,34 +330,3 @@ def test_a_healthy_training_does_not_fail(name):
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         rows = validate_healthy.measure(name, seeds=2, steps=30)
     assert {row["verdict"] for row in rows} <= {"pass", "inconclusive"}, rows
-
-
-def test_a_learning_rate_is_named_in_the_first_line():
-    """With a softmax in 16 bits that has no effect on the gradients."""
-    x = np.random.default_rng(0).normal(size=(13, 32, 8)).astype(np.float32)
-
-    def make_run(recipe, seed):
-        is_other = recipe.name == "other"
-        params = {"w": jax.random.normal(jax.random.key(seed), (8, 4)) / 3}
-        dtype = jnp.bfloat16 if is_other else jnp.float32
-
-        def loss_fn(params, x):
-            gate = jax.nn.softmax(x[:, :4].astype(dtype), -1).astype(jnp.float32)
-            return jnp.mean((x @ params["w"] * gate - x[:, 4:]) ** 2)
-
-        def step(state, x):
-            loss, grads = state.value_and_grad(loss_fn)(x)
-            return state.apply_gradients(grads=grads), {"loss": loss, "grads": grads}
-
-        tx = recipe.optimizer(optax.adam(1e-2 if is_other else 3e-2))
-        state = jaxmp.TrainState.create(apply_fn=None, params=params, tx=tx)
-        evaluate = lambda state: loss_fn(state.params, x[12])
-        return jaxmp.TrainingRun(state=state, step=step, batches=x[:12], evaluate=evaluate)
-
-    candidates = {"other": jaxmp.load_recipe("bf16").replace(name="other")}
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        result = jaxmp.validate(make_run, candidates, steps=12, seeds=2)["other"]
-    assert result.verdict == "fail"
-    assert result.headline.startswith(
-        "other FAILS: gradients agree, and the updates are 0.33 times as large as in the reference"
-    )
