@@ -157,13 +157,14 @@ def test_the_command_writes_what_it_has_and_goes_on(write, tmp_path, monkeypatch
     make, _ = interrupted_after(5)
     monkeypatch.setattr("jaxmp._tools.cli._arguments.load_function", lambda *a: make)
     validate = ["validate", "run_stop.py:make", "--recipes", "bf16,fp16", "--seeds", "2"]
-    validate += ["--steps", "4", "--json", "v.json"]
+    validate += ["--steps", "4", "--json", "v.json", "--html", "v.html"]
     code, _, error = command(*validate, "--resume")
     assert code == 2 and "--resume requires the file" in error
     code, _, error = command(*validate)
     assert code == 130 and "with --resume to go on" in error
     report = ValidationReport.from_json((tmp_path / "v.json").read_text())
     assert [each.name for each in report.candidates] == ["bf16"] and len(report.runs) == 5
+    assert (tmp_path / "v.html").read_text().startswith("<!doctype html>")
     make, _ = interrupted_after(100)
     code, _, _ = command(*validate, "--resume")
     report = ValidationReport.from_json((tmp_path / "v.json").read_text())
