@@ -155,6 +155,11 @@ def is_unique(equation: Any) -> bool:
     return equation.params["unique_indices"]
 
 
+def batch_of(equation: Any) -> tuple[int, ...]:
+    """Returns the dimensions of the indices of a scatter that number its separate parts."""
+    return equation.params["dimension_numbers"].scatter_indices_batching_dims
+
+
 def axes_of(equation: Any) -> tuple[int, ...]:
     """Returns the dimensions of the operand that a reduction or cumulation combines; else ()."""
     axis = equation.params.get("axes", equation.params.get("axis", ()))

@@ -57,13 +57,12 @@ def check_sum(op: OpOccurrence, dtype: np.dtype) -> None:
     verb += " up to" * (op.name.startswith("scatter") and not op.is_backward)
     text = error_text(terms, dtype, in_chunks=in_chunks)
     message = f"{op.name} {verb} {terms:,} terms in {dtype.name} {text}."
-    is_backward = op.is_backward
-    if not is_backward and op.name != "reduce_window_sum":
+    if not op.is_backward and op.name != "reduce_window_sum":
         fix = _origins.fix_operation(op, dtype.name)
         op.add(_check_ops.REDUCTION_16BIT, message, fix)
     elif rounding_error(terms, dtype, in_chunks=in_chunks) >= _NOTABLE:
         fix = ""
-        if is_backward:
+        if op.is_backward:
             message = f"in the gradient of a broadcast or of indexing, {message}"
             code = f"grad = jaxmp.autocast(jax.grad(loss_fn), {op.audit.context.text})"
             fix = f"Accumulate the gradient in FP32:\n    {code}"
@@ -117,14 +116,17 @@ def _terms(op: OpOccurrence) -> int:
         return _programs.window_of(equation)
     if not op.name.startswith("scatter"):
         return math.prod(operand.shape[axis] for axis in _programs.axes_of(equation))
-    indices = op.audit.known.value(equation.invars[1])
+    indices, batch = op.audit.known.value(equation.invars[1]), _programs.batch_of(equation)
+    *rows, width = equation.invars[1].aval.shape
     if indices is not None and indices.size:
-        rows = indices.reshape(-1, indices.shape[-1])
-        return int(np.unique(rows, axis=0, return_counts=True)[1].max())
-    if op.is_backward:
+        # Equal indices of two elements of a batch are different places.
+        places = np.concatenate([*np.indices(rows)[[*batch]][..., None], indices], -1)
+        places = places.reshape(-1, len(batch) + width)
+        return int(np.unique(places, axis=0, return_counts=True)[1].max())
+    if op.is_backward or _programs.is_unique(equation):
         # In the gradient of a lookup, the indices are those of different rows; the mean counts.
         return math.ceil(equation.invars[2].aval.size / max(operand.size, 1))
-    return math.prod(equation.invars[1].aval.shape[:-1])
+    return math.prod(size for axis, size in enumerate(rows) if axis not in batch)
 
 
 def _report_carry(op: OpOccurrence, carry: _programs.Atom, addition: _programs.Equation) -> None:
@@ -305,8 +307,7 @@ def _report_recurrence(op: OpOccurrence, carry: _programs.Atom, linear: _Linear)
     message = f"a loop{steps} updates a decayed sum{decay} in {dtype}: small summands are rounded"
     assert linear.addition is not None
     inner = op.in_body(linear.addition)
-    fix = fix_carry(op, carry, inner)
-    inner.add(_check_ops.ACCUMULATOR_16BIT, f"{message} away.", fix)
+    inner.add(_check_ops.ACCUMULATOR_16BIT, f"{message} away.", fix_carry(op, carry, inner))
 
 
 @_check_ops.ACCUMULATOR_16BIT.on_operation(*_programs.LOOPS)
@@ -382,8 +383,7 @@ def check_running_state(audit: Auditor) -> Iterator[Finding]:
         text = "are updated in 16 bits: changes below {least} of a value are rounded away"
         if factor == _dataflow.PLUS:
             text = "are sums in 16 bits: a sum of ones stops at {limit}"
-        operands = updates[0].op.operands
-        literals = [abs(float(x.val)) for x in operands if _programs.is_literal(x)]
+        literals = [abs(float(x.val)) for x in updates[0].op.operands if _programs.is_literal(x)]
         wide = "int32" if factor == _dataflow.PLUS and 1 in literals else "float32"
         fix = step.fix(updates[0], wide)
         yield from step.findings(_check_ops.ACCUMULATOR_16BIT, updates, text, fix)
