@@ -1211,6 +1211,11 @@ probabilities that the user rounds before a difference are not reported
 + repr(UserCast(
 test_audit_plants.py::test_values_that_are_rounded_before_a_difference
 
+the sums of a product of weights are a cast of the user
+- dtype is not None and with_sums(
++ False and with_sums(
+test_audit_fixes.py::test_the_codes_of_a_fix_are_those_that_work
+
 the audit is silent about rounded logits of a softmax
 - if _programs.Use.SOFTMAX in op.use
 + if False
@@ -1406,6 +1411,11 @@ test_audit_fixes.py::test_an_input_is_no_parameter
 all terms of a scatter with known indices count as one sum
 - if indices is not None and indices.size:
 + if False:
+test_audit.py::test_the_terms_of_known_indices_are_counted
+
+the sums of the elements of a batch count as one
+- if axis not in batch
++ if True
 test_audit.py::test_the_terms_of_known_indices_are_counted
 
 the audit calls an exact count a rounded sum

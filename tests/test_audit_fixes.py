@@ -1067,6 +1067,11 @@ CODES = {
     "    return jax.grad(lambda w: ((y(w) - 1) ** 2).mean())(jnp.ones((16, 8)))": (
         OF_SUMS("x + jnp.arange(16.0)[None].astype(jnp.bfloat16), w.astype(bf)")
     ),
+    # The sums of a product of weights are rounded by jaxmp's gradient, not by the user.
+    "y = lambda w: (jnp.ones((4, 16), bf) @ w.astype(bf)).astype(jnp.float32)\n"
+    "    return jaxmp.grad(lambda w: jax.nn.log_softmax(y(w)).sum())(jnp.ones((16, 8)))": (
+        OF_SUMS("jnp.ones((4, 16), bf), w.astype(bf)")
+    ),
 }
 
 

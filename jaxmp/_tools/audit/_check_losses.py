@@ -154,8 +154,7 @@ def label_difference(op: OpOccurrence) -> RoundedDifference | None:
 def report_terms(op: OpOccurrence) -> None:
     """Reports rounded terms that are summed to a scalar."""
     if math.prod(op.result.aval.shape) == 1:
-        harm = f", and a loss sums the results at {op.where}"
-        op.report(RoundedTerm, harm)
+        op.report(RoundedTerm, f", and a loss sums the results at {op.where}")
 
 
 # ---------------------------------------------------------------------------
@@ -282,6 +281,9 @@ def label_cast(op: OpOccurrence) -> None:
     is_output = labels(_Computed, operand) and not labels(_labels.LogProbability, operand)
     if dtype is None and _programs.Use.SOFTMAX in op.use:
         op.audit.report(UserCast, [operand], _SOFTMAX_READS)
+    elif dtype is not None and with_sums(op.expression, "float32"):
+        # jaxmp rounds the sums of a product of weights, which it computes in FP32.
+        _label_result(op, dtype)
     elif dtype is not None and op.is_own_call:
         message = f"an FP32 value is rounded to {dtype.name}"
         if _programs.Use.SOLVED in op.use:
@@ -293,12 +295,14 @@ def label_cast(op: OpOccurrence) -> None:
 @ROUNDED_OUTPUT.on_operation(*_programs.MATMULS)
 def label_output(op: OpOccurrence) -> None:
     """Labels a 16-bit result, and reports it if a softmax or a choice is computed from it."""
-    result = op.result
-    dtype = _checks.half_of(op.operands[:2]) and _checks.half_of([result])
+    dtype = _checks.half_of(op.operands[:2]) and _checks.half_of([op.result])
     is_own = any(map(_checks.is_attention, op.enclosing))
     # The user states the `logits_dtype` of jaxmp's losses.
-    if dtype is None or is_own or is_in_flax(op, "jaxmp/losses"):
-        return
+    if dtype is not None and not is_own and not is_in_flax(op, "jaxmp/losses"):
+        _label_result(op, dtype)
+
+
+def _label_result(op: OpOccurrence, dtype: np.dtype) -> None:
     # The distance between numbers from 256 to 512.
     step = 512 / _checks.stagnation(dtype)
     message = f"the result is rounded to {dtype.name}, with steps of {step:g} around 300"
@@ -319,8 +323,7 @@ def label_output(op: OpOccurrence) -> None:
 @ROUNDED_OUTPUT.on_operation("logistic")
 def label_sigmoid(op: OpOccurrence) -> None:
     """Labels a 16-bit sigmoid of a rounded result, such as a box or a score."""
-    labels = op.labels(RoundedOutput) if _core.is_16bit(op.dtype) else ()
-    for label in labels:
+    for label in op.labels(RoundedOutput) if _core.is_16bit(op.dtype) else ():
         op.mark(label)
 
 
@@ -408,5 +411,4 @@ def check_differences(op: OpOccurrence) -> None:
     """Reports a rounded result if a loss is a sum of its differences."""
     if op.result.aval.size == 1:
         for label in op.labels(_Difference):
-            harm = f"; the loss at {op.where} subtracts it from other values"
-            label.rounded.report(harm)
+            label.rounded.report(f"; the loss at {op.where} subtracts it from other values")
