@@ -295,9 +295,9 @@ def explain_mismatch(
     else:
         fix = (
             "Another array is float32. Create the initial carry of a loop, a cache, or a cotangent "
-            "for jax.vjp in the dtype of what is computed: jnp.zeros(shape, x.dtype). If modules "
-            f"return the carry, they can also return float32: Rule({below!r}, 'o=f32'). Layers "
-            "with few outputs return it already, "
+            "for jax.vjp in the dtype of what is computed: jnp.zeros(shape, x.dtype). Cast a "
+            "constant, such as a filter: array.astype(x.dtype). If modules return the carry, they "
+            f"can also return float32: Rule({below!r}, 'o=f32'). Layers with few outputs do, "
             f"unless you write Rule({subtree!r}, fp32_outputs_below=0). Or compute this module in "
             f"float32: Rule({subtree!r}, 'c=f32')."
         )
