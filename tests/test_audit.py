@@ -421,6 +421,15 @@ def test_alignment_follows_the_dtype(dtype, width, found):
     assert severities == ([found] if found else [])
 
 
+def test_the_batch_of_a_convolution_is_no_width():
+    layout = {"padding": "SAME", "dimension_numbers": ("NHWC", "HWIO", "NHWC")}
+    conv = lambda w, x: lax.conv_general_dilated(x, w, (1, 1), **layout)
+    loss = lambda w, x: jnp.sum(jnp.tanh(conv(w, x)).astype(jnp.float32))
+    grad = jax.grad(loss, (0, 1))
+    assert not checks(audit(grad, shape(3, 3, 16, 16), shape(2, 8, 8, 16)))
+    assert checks(audit(grad, shape(3, 3, 20, 16), shape(2, 8, 8, 20))) == {"misaligned_matmul"}
+
+
 def test_small_misaligned_matmuls_are_notes_with_one_sentence():
     def fn(x, big, odd):
         y = x[:1].repeat(8, 0) @ odd

@@ -433,7 +433,9 @@ def check_sizes(op: OpOccurrence, matmul: _programs.Matmul, flops: int) -> None:
     allowed = op.audit.context.allowed_dtypes(op.location.names)
     dtype = min((matmul.lhs, *allowed), key=lambda dtype: dtype.itemsize)
     multiple = _programs.multiple_of(dtype) if matmul.lhs != _core.FLOAT64 else 1
-    roles = "K" * op.is_forward if _is_mapped(op) else "KMN"
+    # The gradient of a kernel sums over the batch; its widths are those of the forward pass.
+    is_summed = op.is_backward and op.name == "conv_general_dilated"
+    roles = "K" * op.is_forward if _is_mapped(op) else "KMN"[is_summed:]
     sizes = {r: n for r, n in matmul.widths.items() if n % multiple and r in roles}
     if not sizes or _has_sizes_of_data(op):
         return
