@@ -151,8 +151,6 @@ CLEAN = {"hysteresis_refill": "clean"}
 APEX = {"hysteresis": 2, **CLEAN}
 WORKED = {
     "torch": ("torch", {}, TRACE, "256 512 256 256 128 128 256 128 64 64 128 128 256"),
-    "keras": ("keras", {}, TRACE, "256 512 256 256 128 128 256 128 64 64 128 128 256"),
-    "tensorflow": ("tensorflow", {}, TRACE, "256 512 256 256 128 128 256 128 64 64 128 128 256"),
     "megatron": ("megatron", {}, TRACE, "256 512 512 512 256 256 512 512 256 256 512 512 1024"),
     "apex kernel": ("torch", APEX, TRACE, "256 " + "512 " * 5 + "1024 1024 512 512 1024 1024 2048"),
     "deepspeed": ("deepspeed", {}, TRACE, "256 256 256 256 128 128 128 64 32 32 32 64 64"),
