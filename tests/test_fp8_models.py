@@ -22,8 +22,8 @@ from gpu_compiler import needs_compiler
 from grids import EXPENSIVE, REST, fast_cases
 from jaxmp import PolicyMap, Rule, audit, fp8, load_recipe
 from jaxmp._core import _compat
-from jaxmp._programs._jaxprs import equations
 from jaxmp.errors import CompositionError, RecipeError, RecipeWarning
+from programs import dtypes, named, trace
 from train_lm import TRAININGS
 
 E4M3, E5M2 = "float8_e4m3fn", "float8_e5m2"
@@ -38,12 +38,7 @@ def policies(scaling=None, *rules):
 
 def products(fn, *args):
     """Returns the dtypes of the operands and the result of every matmul."""
-    found = equations(jax.make_jaxpr(fn)(*args))
-    return [
-        (*(str(v.aval.dtype) for v in eqn.invars), str(eqn.outvars[0].aval.dtype))
-        for eqn in found
-        if eqn.primitive.name == "dot_general"
-    ]
+    return [dtypes(equation) for equation in named(trace(fn, *args), "dot_general")]
 
 
 def in_fp8(found):
@@ -345,9 +340,7 @@ def test_another_scaling_replaces_the_whole_table(write):
         ("calibrate = false", r"(?s)key 'fp8.calibrate'.*scaling = \"delayed\"\n    calibrate = "),
         ("margin = -1", "key 'fp8.margin': CurrentScaling.margin=-1."),
         ('wgrad = ["e5m2", "e5m2"]', "key 'fp8.wgrad': .*not both 'e5m2'"),
-        ('wgrad = ["e5m2"]', "key 'fp8.wgrad'.*wgrad must be"),
         ('scaling = "tensorwise"', "key 'fp8.scaling'.*is not allowed"),
-        ('fast_accumulation = ["forward"]', "key 'fp8.fast_accumulation'.*must be"),
         ("width = 3", "(?s)unknown key 'width'.*min_width"),
     ],
 )

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from jaxmp._gradients._dynamic_loss_scale import DynamicLossScale
 from jaxmp.errors import LossScaleError
+from test_loss_scale import CUSTOM
 
 # ---------------------------------------------------------------------------
 # The frameworks' rules
@@ -202,17 +203,8 @@ def test_defaults(name):
     )
 
 
-OVERRIDES = {
-    "init_scale": 512.0,
-    "growth_factor": 4.0,
-    "backoff_factor": 0.25,
-    "growth_interval": 3,
-    "min_scale": 0.25,
-    "max_scale": 2.0**33,
-    "hysteresis": 3,
-    "hysteresis_refill": "clean",
-    "first_growth_delay": 5,
-}
+# No preset has one of these settings, or an initial scale above the maximum.
+OVERRIDES = {**CUSTOM, "max_scale": 2.0**33, "hysteresis": 3, "first_growth_delay": 5}
 
 
 def test_every_constructor_argument_is_overridden():
