@@ -246,6 +246,9 @@ def test_loss_of_information_must_be_asked_for(tmp_path, capsys):
     assert "the master is dropped  [loses information]" in capsys.readouterr().out
     restored = checkpointer.restore(target, recipe=none, migrate="lossy")
     assert same(restored.params, make_state().params)
+    masters = jaxmp.get_master_params(make_state())
+    like = {"params": jax.tree.map(jnp.zeros_like, masters)}
+    assert same(checkpointer.restore(like, migrate="lossy")["params"], masters)
     with pytest.raises(CheckpointError, match=r"float32 -> bfloat16: rounded"):
         save(tmp_path / "fp32", make_state("fp32"), "fp32").restore(target, migrate=True)
 
@@ -253,15 +256,7 @@ def test_loss_of_information_must_be_asked_for(tmp_path, capsys):
     with pytest.raises(CheckpointError, match=r"mu/dense/kernel \(float32\[4,3\]\): dropped"):
         checkpointer.restore(sgd, migrate=True)
     restored = checkpointer.restore(sgd, migrate="lossy")
-    assert same(jaxmp.get_master_params(restored), jaxmp.get_master_params(make_state()))
-
-
-def test_parameters_alone_come_from_the_masters(tmp_path):
-    checkpointer = save(tmp_path, make_state())
-    masters = jaxmp.get_master_params(make_state())
-    like = {"params": jax.tree.map(jnp.zeros_like, masters)}
-    restored = checkpointer.restore(like, migrate="lossy")
-    assert same(restored["params"], masters)
+    assert same(jaxmp.get_master_params(restored), masters)
 
 
 def test_leaves_that_no_cast_preserves_are_refused(tmp_path):
@@ -868,7 +863,6 @@ def test_the_latest_steps_are_kept(tmp_path):
 ORDERS = [
     (1, 2, 3, 4),
     (4, 3, 2, 1),
-    (8, 9, 10, 5, 6, 7),
     (8, 9, 10, 5, 6, 7, 8, 9),
     (5, 1, 4, 2, 3),
     (10, 100, 20, 3),
@@ -1237,7 +1231,6 @@ def test_unusual_numbers_are_exact(value, tmp_path):
     "value",
     [
         2**63,
-        2**80,
         np.array(["a"]),
         np.array(["2020-01-01"], "datetime64[D]"),
         jnp.ones(2, "uint4"),
@@ -1267,15 +1260,6 @@ def test_parameters_in_safetensors_keep_their_dtypes(tmp_path):
         assert file.metadata() == {"recipe": "bf16_params"}
         tensor = file.get_tensor("bfloat16.w")
     assert tensor.dtype == ml_dtypes.bfloat16 and same(tensor, params["bfloat16"]["w"])
-
-
-def test_safetensors_of_others_are_read(tmp_path):
-    arrays = {"a.b": np.arange(4).astype(ml_dtypes.bfloat16), "c": np.float64([1.0])}
-    safetensors.numpy.save_file(arrays, tmp_path / "x.safetensors")
-    loaded = load_safetensors(
-        tmp_path / "x.safetensors", {"a": {"b": arrays["a.b"]}, "c": arrays["c"]}
-    )
-    assert loaded["a"]["b"].dtype == jnp.bfloat16
 
 
 def test_safetensors_with_a_name_that_continues_another_are_not_nested(tmp_path):

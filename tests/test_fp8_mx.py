@@ -21,10 +21,9 @@ from jaxmp.errors import CompositionError
 from jaxmp.fp8 import _explain
 from jaxmp.fp8._dims import make_dims
 from jaxmp.fp8._mx import mx_quantized
+from test_fp8_dot_general import HYBRID, LINEAR, outputs
 
-LINEAR = (((1,), (0,)), ((), ()))
 UP, DOWN = fp8.MXScaling(), fp8.MXScaling(rounding="down")
-HYBRID = fp8.MXScaling(dgrad=("e5m2", "e4m3fn"), wgrad=("e4m3fn", "e5m2"))
 
 
 # ---------------------------------------------------------------------------
@@ -94,12 +93,6 @@ def dequantized(x, axis, dtype, rounding="up"):
     values, scales = reference(rows, dtype, rounding)
     wide = values.astype(np.float64) * np.repeat(scales.astype(np.float64), 32, -1)
     return np.moveaxis(wide, -1, axis)
-
-
-@functools.partial(jax.jit, static_argnums=(0, 4))
-def outputs(recipe, x, w, g, dims=LINEAR):
-    y, backward = jax.vjp(lambda x, w: fp8.dot_general(recipe)(x, w, dims), x, w)
-    return (y, *backward(g.astype(y.dtype)))
 
 
 slow = functools.partial(pytest.param, marks=pytest.mark.slow)

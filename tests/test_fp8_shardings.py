@@ -11,7 +11,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxmp
-from arrays import assert_close, f64
+from arrays import assert_close, f64, floats
 from gpu_compiler import needs_compiler
 from grids import EXPENSIVE, fast_cases
 from jaxmp import fp8
@@ -40,14 +40,10 @@ LAYOUTS = {
 }
 
 
-def normal(*shape, seed=0):
-    return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
-
-
 # Sums differ in order before a rounding to bfloat16, and FP8 values with them.
 RTOL_OF_LOSSES = 0.02
 
-X, W = normal(8, 4, 32), normal(32, 64, seed=1)
+X, W = floats(8, 4, 32), floats(32, 64, seed=1)
 
 
 def placed(array, spec, dtype=jnp.bfloat16):
