@@ -959,7 +959,7 @@ test_autocast.py::test_an_outer_product_keeps_positions
 the gradient of a convolution in groups divides by the groups twice
 - params.get("lhs_dilation") or (1,)
 + (params["batch_group_count"], *params["lhs_dilation"])
-test_audit.py::test_gradients_of_a_convolution_take_as_much_again_each
+test_audit.py::test_flops_of_convolutions_and_their_gradients
 
 the branches of an inner condition add up
 - inside = [max(inside, key=Counter.total)]

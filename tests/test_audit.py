@@ -872,18 +872,6 @@ def test_the_estimate_of_a_sum_holds(name, terms):
         assert error > 0.5 and estimate == 1
 
 
-def test_silent_promotion():
-    def fn(x, y):
-        with jax.named_scope("residual"):
-            return x + y  # a silent promotion
-
-    args = shape(4, 64), shape(4, 64, dtype=jnp.float32)
-    with jax.numpy_dtype_promotion("standard"):
-        report = audit(fn, *args, recipe="bf16")
-    assert_named(the_only(report.errors, "implicit_promotion"), "residual", "a silent promotion")
-    assert the_only(report.errors, "implicit_promotion").primitive == "add"
-
-
 def test_what_autocast_lifts_is_no_silent_promotion():
     def fn(w, b, x):
         with jax.named_scope("lin"):
@@ -1057,6 +1045,8 @@ def test_a_dynamic_loss_scale_that_is_never_used(wrap, over):
     finding = the_only(audit(step(False), scaled_state(), x).errors, "unused_loss_scale")
     assert "scale" in finding.message and "state.value_and_grad" in finding.fix
     assert audit(step(True), scaled_state(), x).ok
+    evaluate = lambda state, x: x @ state.params["w"]
+    assert audit(evaluate, scaled_state(), x).ok
 
 
 def test_a_loss_scale_by_hand_counts():
@@ -1078,11 +1068,6 @@ def test_flax_dynamic_scale():
     args = scale, jnp.ones((16, 16)), jnp.ones((8, 16))
     assert checks(audit(step, *args, False)) == {"unused_loss_scale"}
     assert audit(step, *args, True).ok
-
-
-def test_evaluation_needs_no_loss_scale():
-    report = audit(lambda state, x: x @ state.params["w"], scaled_state(), jnp.ones((8, 16)))
-    assert report.ok
 
 
 # ---------------------------------------------------------------------------
@@ -1127,7 +1112,6 @@ def matmul(x):
         (matmul, SQUARE),
         (jax.jit(matmul), SQUARE),
         (lambda x: lax.scan(lambda c, _: (c @ c, None), x, length=7)[0], 7 * SQUARE),
-        (lambda x: lax.fori_loop(0, 7, lambda i, c: c @ c, x), 7 * SQUARE),
         (lambda x: lax.while_loop(lambda c: c[0, 0] > 0, matmul, x), SQUARE),
         (lambda x: lax.cond(x[0, 0] > 0, lambda x: x @ x @ x, matmul, x), 2 * SQUARE),
         # Of the outer branches, the second has more: the inner one runs a single product.
@@ -1199,32 +1183,19 @@ def test_matmuls_of_integers_are_listed_and_take_no_flops(dtype, policies):
         (1, 2, 2 * 2 * 4 * 4 * 32 * 9 * 16),
     ],
 )
-def test_flops_of_convolutions(groups, strides, flops):
-    def fn(x, w):
+def test_flops_of_convolutions_and_their_gradients(groups, strides, flops):
+    def convolve(x, w):
+        numbers, options = ("NHWC", "HWIO", "NHWC"), {"feature_group_count": groups}
         return lax.conv_general_dilated(
-            x,
-            w,
-            (strides, strides),
-            "SAME",
-            dimension_numbers=("NHWC", "HWIO", "NHWC"),
-            feature_group_count=groups,
+            x, w, (strides,) * 2, "SAME", None, None, numbers, **options
         )
 
-    report = audit(fn, shape(2, 8, 8, 16), shape(3, 3, 16 // groups, 32))
-    assert report.flops == flops
-
-
-@pytest.mark.parametrize(("strides", "groups"), [(1, 1), (2, 1), (1, 16)])
-def test_gradients_of_a_convolution_take_as_much_again_each(strides, groups):
-    def loss(x, w):
-        numbers, options = ("NHWC", "HWIO", "NHWC"), {"feature_group_count": groups}
-        y = lax.conv_general_dilated(x, w, (strides,) * 2, "VALID", None, None, numbers, **options)
-        return y.astype(jnp.float32).sum()
-
-    args = shape(2, 9, 9, 16), shape(3, 3, 16 // groups, 32)
+    args = shape(2, 8, 8, 16), shape(3, 3, 16 // groups, 32)
+    assert audit(convolve, *args).flops == flops
+    loss = lambda x, w: convolve(x, w).astype(jnp.float32).sum()
     report = audit(jax.grad(loss, (0, 1)), *args).flops_by("phase")
     # The borders of the gradient of the input, which are multiplied by zeros, count too.
-    assert 2 * report["forward",] <= report["backward",] <= 4 * report["forward",]
+    assert 2 * flops <= report["backward",] <= 4 * flops == 4 * report["forward",]
 
 
 def test_gradients_of_a_wide_convolution_under_autocast_are_16_bit():
@@ -1371,9 +1342,7 @@ def test_the_page_needs_nothing_else(faulty):
     page = faulty.to_html()
     assert page.startswith("<!doctype html>") and page.rstrip().endswith("</html>")
     assert not re.search(r"<script|src=|href=|@import|url\(", page)
-
-
-def test_a_notebook_can_drop_the_body_tag_of_the_page(faulty):
+    # A notebook may drop the tags around the body.
     body = faulty._repr_html_().partition("<body>")[2]
     assert body.startswith("<style>") and '<div class="jaxmp">' in body
 

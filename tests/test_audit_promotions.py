@@ -241,6 +241,7 @@ def test_a_layer_without_a_dtype_that_makes_the_stream_fp32():
     variables = jax.eval_shape(model.init, jax.random.key(0), X)
     (finding,) = audit(model.apply, variables, X).errors
     assert finding.check == "implicit_promotion" and finding.module == "LayerNorm_0"
+    assert finding.primitive == "sub"
     assert "dtype=jnp.bfloat16" in finding.fix
     assert audit(NormWithoutDtype(BF16).apply, variables, X).findings == ()
 
