@@ -22,7 +22,7 @@ from jaxmp._flax._nnx_model import apply_policy, find_modules, paths_of
 from jaxmp._policies._load import PolicyMap
 from jaxmp._policies._policy import Policy
 from jaxmp._policies._rules import Rule
-from jaxmp.errors import CompositionError, RuleError
+from jaxmp.errors import CompositionError, PolicyError, RuleError
 from programs import dtypes, module_path, named, products, relative_error, trace
 from training_steps import nnx_step
 
@@ -122,6 +122,8 @@ def test_a_wrapped_model_looks_like_the_original():
         assert getattr(type(wrapped), name) == getattr(Net, name)
     printed = repr(wrapped)
     assert printed.startswith("Net(") and "bfloat16" in printed and "jaxmp" not in printed
+    table = nnx.tabulate(wrapped, floats(2, 3))
+    assert "head" in table and "Linear" in table and "bfloat16" in table
 
 
 def test_training_the_one_trains_the_other():
@@ -142,11 +144,6 @@ def test_training_the_one_trains_the_other():
     assert {str(leaf.dtype) for leaf in jax.tree.leaves(grads)} == {"float32"}
     assert float(loss_fn(model)) < float(before)
     np.testing.assert_allclose(loss_fn(model), loss_fn(wrapped), rtol=0.05)
-
-
-def test_tabulate_shows_the_model():
-    table = nnx.tabulate(apply_policy(Net(rngs()), MIXED), floats(2, 3))
-    assert "head" in table and "Linear" in table and "bfloat16" in table
 
 
 @pytest.mark.parametrize(
@@ -373,17 +370,11 @@ class Raw(nnx.Module):
     def through_a_static_method(self, x):
         return self.product(x, self.w) + type(self).product(x, self.w)
 
-    def lax_cond(self, x):
-        return jax.lax.cond(True, lambda w, x: x @ w, lambda w, x: x, self.w, x)
-
     def lax_scan(self, x):
         return jax.lax.scan(lambda x, _: (x @ self.w, None), x, None, length=2)[0]
 
     def jax_jit(self, x):
         return jax.jit(lambda w, x: x @ w)(self.w, x)
-
-    def jax_vmap(self, x):
-        return jax.vmap(lambda x: x @ self.w)(x)
 
     def tree_map(self, x):
         return x @ jax.tree.map(lambda w: 2 * w, self.w)
@@ -859,19 +850,9 @@ def test_what_is_no_nnx_model_is_refused(model, message):
         apply_policy(model, MIXED)
 
 
-@pytest.mark.parametrize(
-    ("policies", "message"),
-    [
-        ("p=f8_e4m3fn,c=f32", "modules store and compute in 16 bits or more"),
-        ("int8", "Integer format 'int8'"),
-        ("nonsense", "'nonsense' is not a recipe or a policy"),
-        (None, "None is not a dtype"),
-        (3, "3 is not a dtype"),
-    ],
-)
-def test_policies_that_no_module_can_follow_are_refused(policies, message):
-    with pytest.raises(jaxmp.JaxmpError, match=message):
-        apply_policy(Net(rngs()), policies)
+def test_policies_that_no_module_can_follow_are_refused():
+    with pytest.raises(PolicyError, match="modules store and compute in 16 bits or more"):
+        apply_policy(Net(rngs()), "p=f8_e4m3fn,c=f32")
 
 
 def test_a_linen_module_in_a_bridge_gets_its_policies_before_it():
@@ -1142,8 +1123,6 @@ ATTENTIONS: dict[str, Any] = {
     "plain": ({}, {}),
     "causal": ({}, {"is_causal": True}),
     "masked": ({}, {"mask": np.tri(5, dtype=bool)[None, None]}),
-    "grouped": ({"num_kv_heads": 2}, {}),
-    "normalized": ({"normalize_qk": True}, {}),
     "dropout": ({"dropout_rate": 0.5}, {"deterministic": False}),
 }
 
@@ -1157,7 +1136,6 @@ def test_attention_has_half_operands_and_an_fp32_softmax(options, call, half):
     assert operands(traced) == {BF16 if half == "bf16" else F16}
     softmax = named(traced, "exp", "reduce_max")
     assert softmax and {dtypes(e)[0] for e in softmax} == {"float32"}
-    assert {dtypes(e)[0] for e in named(traced, "rsqrt")} <= {"float32"}
 
 
 @pytest.mark.parametrize("name", ["plain", "dropout"])

@@ -639,10 +639,7 @@ def test_loading_touches_no_device(monkeypatch):
         ({"policies": "p=f32,c=f16"}, {"loss_scale": DynamicLossScale()}),
         ({"policies": "p=f32,c=f16", "loss_scale": "none"}, {"loss_scale": NoLossScale()}),
         ({"loss_scale": 128.0}, {"loss_scale": StaticLossScale(128.0)}),
-        (
-            {"loss_scale": DynamicLossScale.preset("keras")},
-            {"loss_scale": DynamicLossScale.preset("keras")},
-        ),
+        ({"loss_scale": DynamicLossScale(8)}, {"loss_scale": DynamicLossScale(8)}),
         ({"loss_scale": {"preset": "torch"}}, {"loss_scale": DynamicLossScale.preset("torch")}),
         ({"master": "none", "skip": "cond"}, {"master": "none", "skip": "cond"}),
         ({"reduce_dtype": jnp.bfloat16}, {"reduce_dtype": "bfloat16"}),
