@@ -113,12 +113,7 @@ def test_gradients_alone_update_nothing():
 )
 @pytest.mark.parametrize("recipe", [None, "bf16_params"])
 def test_optax_without_masters(tx, recipe):
-    def step(params, state, x):
-        value, grads = jax.value_and_grad(lambda p: loss(p["w"], x))(params)
-        updates, state = tx.update(grads, state, params)
-        return optax.apply_updates(params, updates), state, value
-
-    params = {"w": half(W)}
+    step, params = functools.partial(optax_step, tx=tx), {"w": half(W)}
     report = audit(step, params, jax.eval_shape(tx.init, params), X, recipe=recipe)
     finding = the_only(report.errors, "missing_master")
     assert "['w']" in finding.message and finding.file == __file__

@@ -693,22 +693,6 @@ def test_a_reference_of_the_caller_receives_fp32_sums_in_a_loop():
         assert np.any(ref[...] != ref[...].astype(BF16).astype(F32))
 
 
-def test_inner_jits_are_shared():
-    """Layers that call the same jitted function share one trace of it."""
-    inner = jax.jit(lambda w, x: jnp.tanh(x @ w))
-
-    def fn(w, x):
-        for _ in range(4):
-            x = inner(w, x)
-        return x
-
-    def functions(fn):
-        return jax.jit(fn).lower(W, X).as_text().count("func.func private")
-
-    # The first call has an argument, and the last one a result.
-    assert functions(autocast(fn, MIXED)) <= functions(fn) + 2
-
-
 @pytest.mark.parametrize("order", [1, -1])
 def test_a_shared_function_runs_for_the_priorities_of_its_operands(order):
     product = jax.jit(lambda a, b: a * b, inline=False)

@@ -130,7 +130,6 @@ def test_short_names_read_back(dtype):
         ("p=f32,fp32_outputs_below=few", ["nonnegative integer", "fp32_outputs_below=16"]),
         ("int8", ["Integer format 'int8'"]),
         ("p=f32,c=uint4", ["Integer format 'uint4'", "'p=f32,c=uint4'"]),
-        (np.int8, ["Integer format 'int8'"]),
         (np.complex64, ["'complex64'"]),
         (np.bool_, ["'bool'"]),
         (None, ["None is not a dtype"]),
@@ -140,25 +139,18 @@ def test_short_names_read_back(dtype):
         ({"p": "f32", "matmul": 3}, ["matmul precision 3"]),
     ],
 )
-def test_errors_quote_their_input(bad, words):
-    with pytest.raises(PolicyError) as error:
-        get_policy(bad)
-    for word in words:
-        assert word in str(error.value)
-
-
-@pytest.mark.parametrize(
-    "bad", ["p=f32,c=bf61", "p=f32,q=bf16", "bflaot16", "p=f32,matmul=tf23", "p=f32,compue=bf16"]
-)
-def test_suggested_words_mend_the_input(bad):
+def test_errors_quote_their_input_and_suggest_what_is_taken(bad, words):
     with pytest.raises(PolicyError) as error:
         get_policy(bad)
     message = str(error.value)
-    wrong = re.search(r"Unknown [a-z ]+ '([^']*)'", message)[1]
-    suggestion = re.search(r"Did you mean '([^']*)'", message)
+    for word in words:
+        assert word in message
     examples = [text for text in re.findall(r"'(p=[^']*)'", message) if text != bad]
-    assert examples and all(map(get_policy, examples))
-    assert suggestion is None or get_policy(bad.replace(wrong, suggestion[1]))
+    assert all(map(get_policy, examples))
+    if wrong := re.search(r"Unknown [a-z ]+ '([^']*)'", message):
+        assert examples
+    if suggestion := re.search(r"Did you mean '([^']*)'", message):
+        assert get_policy(bad.replace(wrong[1], suggestion[1]))
 
 
 def test_errors_are_value_errors():
