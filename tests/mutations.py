@@ -690,6 +690,16 @@ copies that are read as other arrays have no gradient
 test_fp32_gradients.py::test_gradients_are_summed_in_fp32
 """,
     "jaxmp/_gradients/_hints.py": r"""
+forces in a scaled loss get the hint of an unscaled gradient
+- if loss is not None and loss.is_scaled:
++ if False:
+test_hints.py::test_forces_in_a_scaled_loss_have_no_hint
+
+forces in a loss that is scaled by hand get the hint of an unscaled gradient
+- traces.isdisjoint(_compat.outer_traces(t))
++ (len(traces) == 1) == traces.isdisjoint(_compat.outer_traces(t))
+test_hints.py::test_forces_in_a_scaled_loss_have_no_hint
+
 a recipe that was not applied is not said
 -     if any(_core.bits(dtype) <= 16
 +     if not any(_core.bits(dtype) <= 16

@@ -127,6 +127,31 @@ def test_whole_trainings_do_not_warn(make, recipe):
     assert hints_of(lambda: make(jaxmp.load_recipe(recipe))()) == []
 
 
+def linen_energy(recipe):
+    model = recipe.wrap(nn.Dense(8))
+    return lambda params, x: model.apply(params, x).sum(), model.init(jax.random.key(0), X)
+
+
+def nnx_energy(recipe):
+    graphdef, params = nnx.split(recipe.wrap(nnx.Linear(8, 8, rngs=nnx.Rngs(0))))
+    return lambda params, x: nnx.merge(graphdef, params)(x).sum(), params
+
+
+@pytest.mark.parametrize("make", [linen_energy, nnx_energy])
+@pytest.mark.parametrize("form", ["jaxmp", "by_hand", "unscaled"])
+def test_forces_in_a_scaled_loss_have_no_hint(make, form):
+    energy, params = make(jaxmp.load_recipe("fp16"))
+    scale = jaxmp.StaticLossScale(8.0)
+    forces = lambda params: jax.vmap(jax.grad(energy, 1), (None, 0))(params, X)
+    loss_fn = lambda params: jnp.mean(forces(params).astype(jnp.float32) ** 2)
+    gradient = {
+        "jaxmp": lambda: jaxmp.grad(loss_fn, loss_scale=scale)(params),
+        "by_hand": lambda: jax.grad(lambda params: scale.scale(loss_fn(params)))(params),
+        "unscaled": lambda: jax.grad(loss_fn)(params),
+    }[form]
+    assert [NO_SCALE in hint for hint in hints_of(gradient)] == [True] * (form == "unscaled")
+
+
 @pytest.mark.parametrize("make", [linen_step, nnx_step])
 def test_a_recipe_that_was_not_applied_is_said_without_float16_too(make):
     (hint,) = hints_of(make(jaxmp.load_recipe("bf16"), wraps=False))

@@ -74,9 +74,13 @@ def expect_scale(inputs: PyTree, mark: Mark) -> None:
         traces, or in that of the whole step, have no gradient.
       mark: that of the model.
     """
-    trace = next(filter(None, map(_compat.gradient_trace, jax.tree.leaves(inputs))), None)
+    traces = {*map(_compat.gradient_trace, jax.tree.leaves(inputs))} - {None}
+    # A loss may contain gradients, such as the forces of a potential. Only its own is scaled.
+    trace = next((t for t in traces if traces.isdisjoint(_compat.outer_traces(t))), None)
     loss = traced.get()
-    if trace is None and loss is not None and not loss.is_scaled:
+    if loss is not None and loss.is_scaled:
+        return
+    if trace is None and loss is not None:
         if not traces_of(inputs) <= loss.outer:
             loss.models.append((mark, _core.user_line()))
     elif trace is not None and trace not in _gradients:

@@ -166,6 +166,12 @@ def gradient_trace(leaf: Any) -> Any:
     return trace_of(leaf) if type(leaf).__name__ in ("JVPTracer", "LinearizeTracer") else None
 
 
+def outer_traces(trace: Any) -> Iterator[Any]:
+    """Yields the traces around a trace, innermost first."""
+    while (trace := getattr(trace, "parent_trace", None)) is not None:
+        yield trace
+
+
 # ---------------------------------------------------------------------------
 # Mapped axes, reductions over them, and layouts
 # ---------------------------------------------------------------------------
