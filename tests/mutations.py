@@ -696,8 +696,8 @@ forces in a scaled loss get the hint of an unscaled gradient
 test_hints.py::test_forces_in_a_scaled_loss_have_no_hint
 
 forces in a loss that is scaled by hand get the hint of an unscaled gradient
-- traces.isdisjoint(_compat.outer_traces(t))
-+ (len(traces) == 1) == traces.isdisjoint(_compat.outer_traces(t))
+- traces.isdisjoint(_tracing.outer_traces(t))
++ (len(traces) == 1) == traces.isdisjoint(_tracing.outer_traces(t))
 test_hints.py::test_forces_in_a_scaled_loss_have_no_hint
 
 a recipe that was not applied is not said

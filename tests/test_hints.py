@@ -265,9 +265,11 @@ def test_an_error_in_a_scaled_loss_does_not_warn():
     assert hints_of(run) == []
 
 
-def test_a_function_under_autocast_is_checked_too():
-    loss_fn = jaxmp.autocast(lambda w: jnp.sum(X @ w), "fp16")
-    for count in (1, 0):
+@pytest.mark.parametrize("is_scaled", [False, True])
+def test_a_function_under_autocast_is_checked_too(is_scaled):
+    scale = jaxmp.StaticLossScale(8.0).scale if is_scaled else lambda loss: loss
+    loss_fn = jaxmp.autocast(lambda w: scale(jnp.sum(X @ w)), "fp16")
+    for count in (not is_scaled, 0):
         assert len(hints_of(lambda: jax.grad(loss_fn)(jnp.ones((8, 2))))) == count
 
 

@@ -121,7 +121,9 @@ def autocast(
         name = f"autocast({getattr(fn, '__name__', 'fn')}, ...)"
         if text := _explain.unused_text(name, record.rows) or interpreter.uncast_text(name):
             _core.warn_user(text)
-        if interpreter.has_backward and not scaled:
+        if scaled:
+            _device._hints.note_scaled((args, kwargs))
+        elif interpreter.has_backward:
             _device.check_inner_gradient(config.policies, mark)
         out, values = traced.results(arrays)
         return writing.write(out, values)

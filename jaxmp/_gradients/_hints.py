@@ -16,6 +16,7 @@ import jax
 
 from jaxmp import _core, _programs
 from jaxmp._core import Mark, PyTree, _compat
+from jaxmp._core._compat import _tracing
 from jaxmp.errors import RecipeWarning
 
 # The warning that is due when the trace of a gradient ends, or None if its loss has been scaled.
@@ -52,7 +53,7 @@ def traces_of(tree: PyTree) -> frozenset[Any]:
 
 def is_in_loss(tree: PyTree) -> bool:
     """Returns True if a loss is traced for its gradient, or a leaf belongs to such a trace."""
-    traces = map(_compat.gradient_trace, jax.tree.leaves(tree))
+    traces = map(_tracing.gradient_trace, jax.tree.leaves(tree))
     return traced.get() is not None or any(trace is not None for trace in traces)
 
 
@@ -60,7 +61,7 @@ def note_scaled(tree: PyTree) -> None:
     """Notes that the gradient to which the arrays of a tree belong has a scaled loss."""
     if (scaled := scaled_losses.get()) is not None:
         scaled.append(True)
-    for trace in {*map(_compat.gradient_trace, jax.tree.leaves(tree))} - {None}:
+    for trace in {*map(_tracing.gradient_trace, jax.tree.leaves(tree))} - {None}:
         if pending := _gradients.get(trace):
             pending.detach()
         _gradients[trace] = None
@@ -74,9 +75,9 @@ def expect_scale(inputs: PyTree, mark: Mark) -> None:
         traces, or in that of the whole step, have no gradient.
       mark: that of the model.
     """
-    traces = {*map(_compat.gradient_trace, jax.tree.leaves(inputs))} - {None}
+    traces = {*map(_tracing.gradient_trace, jax.tree.leaves(inputs))} - {None}
     # A loss may contain gradients, such as the forces of a potential. Only its own is scaled.
-    trace = next((t for t in traces if traces.isdisjoint(_compat.outer_traces(t))), None)
+    trace = next((t for t in traces if traces.isdisjoint(_tracing.outer_traces(t))), None)
     loss = traced.get()
     if loss is not None and loss.is_scaled:
         return

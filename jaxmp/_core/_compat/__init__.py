@@ -158,20 +158,6 @@ def trace_of(leaf: Any) -> Any:
     return leaf._trace if isinstance(leaf, Tracer) else None
 
 
-def gradient_trace(leaf: Any) -> Any:
-    """Returns the trace of `jax.grad`, or a similar transformation, that a value belongs to.
-
-    It is None for other values. The names of the classes are those of JAX 0.10 to 0.12.
-    """
-    return trace_of(leaf) if type(leaf).__name__ in ("JVPTracer", "LinearizeTracer") else None
-
-
-def outer_traces(trace: Any) -> Iterator[Any]:
-    """Yields the traces around a trace, innermost first."""
-    while (trace := getattr(trace, "parent_trace", None)) is not None:
-        yield trace
-
-
 # ---------------------------------------------------------------------------
 # Mapped axes, reductions over them, and layouts
 # ---------------------------------------------------------------------------

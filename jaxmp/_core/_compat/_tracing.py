@@ -1,12 +1,12 @@
-"""Flags of tracing, and references to arrays (`jax.new_ref`) in traced programs."""
+"""Traces of gradients, flags of tracing, and references to arrays (`jax.new_ref`) in programs."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from jaxmp._core._compat import load_private
+from jaxmp._core._compat import load_private, trace_of
 
 if TYPE_CHECKING:
     from jaxmp._core._compat import ClosedJaxpr
@@ -14,6 +14,20 @@ if TYPE_CHECKING:
 # Flags of JAX 0.12 for what it calls the future of `jax.checkpoint` and of custom derivatives. (It
 # cannot differentiate the loops of a fourth one, JAX_SCAN3=1.)
 _UPGRADES = ("remat3", "custom_jvp3", "custom_vjp3")
+
+
+def gradient_trace(leaf: Any) -> Any:
+    """Returns the trace of `jax.grad`, or a similar transformation, that a value belongs to.
+
+    It is None for other values. The names of the classes are those of JAX 0.10 to 0.12.
+    """
+    return trace_of(leaf) if type(leaf).__name__ in ("JVPTracer", "LinearizeTracer") else None
+
+
+def outer_traces(trace: Any) -> Iterator[Any]:
+    """Yields the traces around a trace, innermost first."""
+    while (trace := getattr(trace, "parent_trace", None)) is not None:
+        yield trace
 
 
 @contextlib.contextmanager
