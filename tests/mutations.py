@@ -127,9 +127,14 @@ test_attention_cudnn.py::test_left_padding_by_a_bias_of_minus_infinity
 """,
     "jaxmp/_autocast/__init__.py": r"""
 autocast: a gradient inside of the function is not checked
-- if interpreter.has_backward and not scaled:
-+ if False:
+- elif interpreter.has_backward:
++ elif False:
 test_hints.py::test_a_gradient_inside_of_autocast_is_checked_too
+
+autocast: a loss that is scaled inside of the function gets the hint of an unscaled gradient
+- _device._hints.note_scaled((args, kwargs))
++ pass
+test_hints.py::test_a_function_under_autocast_is_checked_too
 
 a function whose matmuls are all in a custom_vjp gets no warning
 -  or interpreter.uncast_text(name)
