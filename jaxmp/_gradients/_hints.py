@@ -53,15 +53,14 @@ def traces_of(tree: PyTree) -> frozenset[Any]:
 
 def is_in_loss(tree: PyTree) -> bool:
     """Returns True if a loss is traced for its gradient, or a leaf belongs to such a trace."""
-    traces = map(_tracing.gradient_trace, jax.tree.leaves(tree))
-    return traced.get() is not None or any(trace is not None for trace in traces)
+    return traced.get() is not None or bool(_tracing.gradient_traces(tree))
 
 
 def note_scaled(tree: PyTree) -> None:
     """Notes that the gradient to which the arrays of a tree belong has a scaled loss."""
     if (scaled := scaled_losses.get()) is not None:
         scaled.append(True)
-    for trace in {*map(_tracing.gradient_trace, jax.tree.leaves(tree))} - {None}:
+    for trace in _tracing.gradient_traces(tree):
         if pending := _gradients.get(trace):
             pending.detach()
         _gradients[trace] = None
@@ -75,12 +74,13 @@ def expect_scale(inputs: PyTree, mark: Mark) -> None:
         traces, or in that of the whole step, have no gradient.
       mark: that of the model.
     """
-    traces = {*map(_tracing.gradient_trace, jax.tree.leaves(inputs))} - {None}
-    # A loss may contain gradients, such as the forces of a potential. Only its own is scaled.
-    trace = next((t for t in traces if traces.isdisjoint(_tracing.outer_traces(t))), None)
     loss = traced.get()
     if loss is not None and loss.is_scaled:
         return
+    # Inside of a loss, the forces of a potential are gradients, too. The loss scale is that of the
+    # outermost gradient.
+    traces = _tracing.gradient_traces(inputs)
+    trace = next((t for t in traces if traces.isdisjoint(_tracing.outer_traces(t))), None)
     if trace is None and loss is not None:
         if not traces_of(inputs) <= loss.outer:
             loss.models.append((mark, _core.user_line()))

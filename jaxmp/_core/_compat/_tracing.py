@@ -6,7 +6,10 @@ import contextlib
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
+import jax
+
 from jaxmp._core._compat import load_private, trace_of
+from jaxmp._core._typing import PyTree
 
 if TYPE_CHECKING:
     from jaxmp._core._compat import ClosedJaxpr
@@ -16,12 +19,13 @@ if TYPE_CHECKING:
 _UPGRADES = ("remat3", "custom_jvp3", "custom_vjp3")
 
 
-def gradient_trace(leaf: Any) -> Any:
-    """Returns the trace of `jax.grad`, or a similar transformation, that a value belongs to.
+def gradient_traces(tree: PyTree) -> set[Any]:
+    """Returns the traces of `jax.grad`, or a similar transformation, that leaves belong to.
 
-    It is None for other values. The names of the classes are those of JAX 0.10 to 0.12.
+    The names of the classes are those of JAX 0.10 to 0.12.
     """
-    return trace_of(leaf) if type(leaf).__name__ in ("JVPTracer", "LinearizeTracer") else None
+    names = "JVPTracer", "LinearizeTracer"
+    return {trace_of(leaf) for leaf in jax.tree.leaves(tree) if type(leaf).__name__ in names}
 
 
 def outer_traces(trace: Any) -> Iterator[Any]:
