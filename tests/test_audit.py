@@ -472,6 +472,15 @@ def test_a_half_softmax(gradient):
     assert report.counts() == {"softmax_16bit": 1}
 
 
+def test_the_sum_inside_of_a_softmax_is_no_cast_of_the_user():
+    """Its fix is that of the softmax; the difference from the labels has one as code."""
+    brier = lambda x, y: jnp.sum((jax.nn.softmax(x) - y) ** 2)
+    x = jnp.ones((64, 10), jnp.bfloat16)
+    report = audit(jax.grad(brier), x, x)
+    assert report.counts() == {"softmax_16bit": 1, "loss_16bit": 1}
+    assert the_only(report.errors, "loss_16bit").message.startswith("the differences of a loss")
+
+
 def test_policies_are_applied_to_models_of_flax_and_to_other_functions():
     layer = nnx.Linear(64, 64, rngs=nnx.Rngs(0))
 
@@ -832,6 +841,28 @@ def test_the_gradient_of_a_lookup_depends_on_the_rows_of_the_table():
     assert "2,048 terms" in finding.message and "stops growing at 256" in finding.message
     (note,) = audit(jaxmp.autocast(jax.grad(loss), "bf16"), shape(2, 64), ids).findings
     assert (note.check, note.severity) == ("wide_gather", "note")
+
+
+@pytest.mark.parametrize(
+    ("rows", "row_of", "terms"),
+    [
+        (1024, lambda x, i: x[i], ""),
+        (1024, lambda x, i: lax.dynamic_index_in_dim(x, i, keepdims=False), ""),
+        (4, lambda x, i: x[i % 4], "256 terms"),
+        (1024, lambda x, i: x[jnp.argmax(x[0])], "1,024 terms"),
+        (1024, lambda x, i: x[i] + x[0], "1,024 terms"),
+        (1024, lambda x, i: x[0] + x[i], "1,024 terms"),
+    ],
+)
+def test_the_gradient_of_a_row_that_an_iteration_reads(rows, row_of, terms):
+    """It has one term for an element if each iteration reads another row."""
+
+    def loss(x):
+        body = lambda i, total: total + jnp.tanh(row_of(x, i)).astype(jnp.float32)
+        return lax.fori_loop(0, 1024, body, jnp.zeros(x.shape[1])).sum()
+
+    messages = [f.message for f in audit(jax.grad(loss), shape(rows, 32)).findings]
+    assert [terms in message for message in messages] == [True] * bool(terms)
 
 
 def test_the_terms_of_known_indices_are_counted():

@@ -284,7 +284,7 @@ def label_cast(op: OpOccurrence) -> None:
     elif dtype is not None and with_sums(op.expression, "float32"):
         # jaxmp rounds the sums of a product of weights, which it computes in FP32.
         _label_result(op, dtype)
-    elif dtype is not None and op.is_own_call:
+    elif dtype is not None and op.is_own_call and not op.is_within("/jax/_src/nn/"):
         message = f"an FP32 value is rounded to {dtype.name}"
         if _programs.Use.SOLVED in op.use:
             op.add(ROUNDED_OUTPUT, f"{message}{_SOLVED_READS}.", fix_cast(op))

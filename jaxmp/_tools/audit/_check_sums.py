@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import Any, Literal, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import JaxprEqn
 
 from jaxmp import _core, _programs
-from jaxmp._programs import Frame
-from jaxmp._tools.audit import _check_ops, _check_state, _checks, _dataflow, _labels, _origins
+from jaxmp._tools.audit import (
+    _carries,
+    _check_ops,
+    _check_state,
+    _checks,
+    _dataflow,
+    _labels,
+    _origins,
+)
 from jaxmp._tools.audit._auditor import Auditor
 from jaxmp._tools.audit._checks import OpOccurrence
 from jaxmp._tools.audit._rows import Finding
@@ -76,7 +81,7 @@ def check_loop(op: OpOccurrence) -> None:
     A residual stream, whose summand is computed from the carry itself, is not an accumulator.
     """
     body = _programs.Body(op.loop.jaxpr)
-    for carry, linear in _linear_carries(op, None):
+    for carry, linear in _carries.linear_carries(op, None):
         is_other = linear.factor != 1 or _is_exact_count(op, carry, linear.addition)
         if not is_other and not _check_state.is_compensated(linear.addition, body):
             _report_carry(op, carry, linear.addition)
@@ -139,12 +144,14 @@ def _report_carry(op: OpOccurrence, carry: _programs.Atom, addition: _programs.E
         return
     message = f"a loop adds terms in {dtype.name}."
     if loop.length is not None:
-        # The gradient of a weight that all iterations share is one sum.
-        is_small = rounding_error(loop.length, dtype, in_chunks=False) < _NOTABLE
-        if op.is_backward and is_small:
+        # The gradient of a weight that all iterations share is one sum; that of an array which
+        # each iteration indexes has fewer terms for an element.
+        share = _carries.share_of_terms(loop, carry) if op.is_backward else 1
+        terms = math.ceil(loop.length * share)
+        if op.is_backward and rounding_error(terms, dtype, in_chunks=False) < _NOTABLE:
             return
-        text = error_text(loop.length, dtype, in_chunks=False)
-        message = f"a loop adds {loop.length:,} terms in {dtype.name} {text}."
+        text = error_text(terms, dtype, in_chunks=False)
+        message = f"a loop adds {terms:,} terms in {dtype.name} {text}."
     inner.add(_check_ops.REDUCTION_16BIT, message, fix)
 
 
@@ -213,21 +220,6 @@ def check_associative_scan(op: OpOccurrence) -> None:
         op.add(_check_ops.ACCUMULATOR_16BIT, message, fix)
 
 
-_KEEPS = _checks.LAYOUT | _core.named(
-    "neg select_n gather dynamic_slice slice scatter dynamic_update_slice"
-)
-_SUMS = _core.named("add add_any sub scatter-add scatter-sub")
-
-
-class _Linear(NamedTuple):
-    """Value `factor * carry + increment`, where neither depends on a carry of the loop."""
-
-    # None if it is not a constant, 1 for a running sum.
-    factor: float | None = 1.0
-    # The last sum of the carry and an increment.
-    addition: _programs.Equation | None = None
-
-
 @_check_ops.ACCUMULATOR_16BIT.on_operation(*_programs.LOOPS)
 def check_recurrence(op: OpOccurrence) -> None:
     """Reports a 16-bit carry that is scaled and added to in each step.
@@ -236,66 +228,12 @@ def check_recurrence(op: OpOccurrence) -> None:
     carry; both are not linear recurrences. A sum without a factor is a running sum, which
     `reduction_16bit` reports.
     """
-    for carry, linear in _linear_carries(op, False):
+    for carry, linear in _carries.linear_carries(op, False):
         if linear.factor != 1:
             _report_recurrence(op, carry, linear)
 
 
-def _linear_carries(
-    op: OpOccurrence, others: Literal[False] | None
-) -> Iterator[tuple[_programs.Atom, Any]]:
-    """Yields the 16-bit carries that a loop adds to and that are linear in their last value.
-
-    Args:
-      op: the loop.
-      others: facts of the other carries: None for values that do not depend on a carry.
-    """
-    loop = op.loop
-    carries = [var for var in loop.incoming if _checks.dtype_of(var) in _checks.FLOATS]
-    for carry, result in zip(loop.incoming, loop.outgoing, strict=True):
-        if _checks.dtype_of(carry) in _core.FLOATS_16BIT and not _programs.is_literal(result):
-            carried = dict.fromkeys(carries, others) | {carry: _Linear()}
-            args = [carried.get(var) for var in loop.jaxpr.invars]
-            linear = _Linearity().frame(loop.jaxpr, args).values.get(result)
-            if linear and linear.addition is not None:
-                yield carry, linear
-
-
-class _Linearity(_programs.Forward):
-    """Facts of values in a loop: `None` without a carry, `False` if they are not linear in it."""
-
-    def equation(self, equation: JaxprEqn, operands: list[Any], frame: Frame) -> list[Any]:
-        is_read = any(operand is not None for operand in operands)
-        is_call = equation.primitive.name in _programs.CALLS
-        if is_read and is_call and _programs.name_of(equation) != "_where":
-            return self.enter(equation, operands, frame)
-        return [_linear_after(equation, operands) if is_read else None] * len(equation.outvars)
-
-
-def _linear_after(equation: _programs.Equation, facts: list[Any]) -> _Linear | Literal[False]:
-    name, operands = equation.primitive.name, equation.invars
-    name = "select_n" if _programs.name_of(equation) == "_where" else name
-    rows = [fact for fact in facts if fact is not None]
-    if not all(rows):
-        return False
-    linear: _Linear = max(rows, key=lambda row: row.addition is not None)
-    is_first = facts[0] is not None
-    if name in _KEEPS:
-        return False if name == "select_n" and is_first else linear
-    if name.startswith("scatter-") and not is_first:
-        return False
-    if name in _SUMS:
-        return _Linear(linear.factor if len(rows) == 1 else None, equation)
-    if len(rows) == 1 and (name == "mul" or (name == "div" and is_first)):
-        constant = _dataflow.number_of(operands[1] if is_first else operands[0])
-        if linear.factor is None or not constant:
-            return linear._replace(factor=None)
-        factor = linear.factor * (constant if name == "mul" else 1 / constant)
-        return linear._replace(factor=factor)
-    return False
-
-
-def _report_recurrence(op: OpOccurrence, carry: _programs.Atom, linear: _Linear) -> None:
+def _report_recurrence(op: OpOccurrence, carry: _programs.Atom, linear: _carries.Linear) -> None:
     dtype, length, factor = _checks.dtype_of(carry).name, op.loop.length, linear.factor
     terms = length or 2**31
     if factor is not None and abs(factor) < 1:

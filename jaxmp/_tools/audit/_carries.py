@@ -1,0 +1,120 @@
+"""Carries of loops: what an iteration adds to them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Literal, NamedTuple
+
+from jax.extend.core import JaxprEqn
+
+from jaxmp import _core, _programs
+from jaxmp._programs import Frame
+from jaxmp._tools.audit import _checks, _dataflow
+from jaxmp._tools.audit._checks import OpOccurrence
+
+_KEEPS = _checks.LAYOUT | _core.named(
+    "neg select_n gather dynamic_slice slice scatter dynamic_update_slice"
+)
+_SUMS = _core.named("add add_any sub scatter-add scatter-sub")
+
+
+class Linear(NamedTuple):
+    """Value `factor * carry + increment`, where neither depends on a carry of the loop."""
+
+    # None if it is not a constant, 1 for a running sum.
+    factor: float | None = 1.0
+    # The last sum of the carry and an increment.
+    addition: _programs.Equation | None = None
+
+
+def linear_carries(
+    op: OpOccurrence, others: Literal[False] | None
+) -> Iterator[tuple[_programs.Atom, Any]]:
+    """Yields the 16-bit carries that a loop adds to and that are linear in their last value.
+
+    Args:
+      op: the loop.
+      others: facts of the other carries: None for values that do not depend on a carry.
+    """
+    loop = op.loop
+    carries = [var for var in loop.incoming if _checks.dtype_of(var) in _checks.FLOATS]
+    for carry, result in zip(loop.incoming, loop.outgoing, strict=True):
+        if _checks.dtype_of(carry) in _core.FLOATS_16BIT and not _programs.is_literal(result):
+            carried = dict.fromkeys(carries, others) | {carry: Linear()}
+            args = [carried.get(var) for var in loop.jaxpr.invars]
+            linear = _Linearity().frame(loop.jaxpr, args).values.get(result)
+            if linear and linear.addition is not None:
+                yield carry, linear
+
+
+class _Linearity(_programs.Forward):
+    """Facts of values in a loop: `None` without a carry, `False` if they are not linear in it."""
+
+    def equation(self, equation: JaxprEqn, operands: list[Any], frame: Frame) -> list[Any]:
+        is_read = any(operand is not None for operand in operands)
+        is_call = equation.primitive.name in _programs.CALLS
+        if is_read and is_call and _programs.name_of(equation) != "_where":
+            return self.enter(equation, operands, frame)
+        return [_linear_after(equation, operands) if is_read else None] * len(equation.outvars)
+
+
+def _linear_after(equation: _programs.Equation, facts: list[Any]) -> Linear | Literal[False]:
+    name, operands = equation.primitive.name, equation.invars
+    name = "select_n" if _programs.name_of(equation) == "_where" else name
+    rows = [fact for fact in facts if fact is not None]
+    if not all(rows):
+        return False
+    linear: Linear = max(rows, key=lambda row: row.addition is not None)
+    is_first = facts[0] is not None
+    if name in _KEEPS:
+        return False if name == "select_n" and is_first else linear
+    if name.startswith("scatter-") and not is_first:
+        return False
+    if name in _SUMS:
+        return Linear(linear.factor if len(rows) == 1 else None, equation)
+    if len(rows) == 1 and (name == "mul" or (name == "div" and is_first)):
+        constant = _dataflow.number_of(operands[1] if is_first else operands[0])
+        if linear.factor is None or not constant:
+            return linear._replace(factor=None)
+        factor = linear.factor * (constant if name == "mul" else 1 / constant)
+        return linear._replace(factor=factor)
+    return False
+
+
+# Writes to a part of their first operand -> the operand that they write.
+_WRITES = {"dynamic_update_slice": 1, "scatter": 2, "scatter-add": 2}
+
+
+def share_of_terms(loop: _programs.Inner, carry: _programs.Atom) -> float:
+    """Returns the mean number of terms that an iteration adds to an element of a carry, at most 1.
+
+    It is the part of the carry that an iteration writes at an index of its own, as the gradient of
+    `x[i]` does, and 1 for any other sum.
+    """
+    constants = range(loop.carried.start)
+    args = [None if n in constants else 1.0 for n in range(len(loop.jaxpr.invars))]
+    args[loop.jaxpr.invars.index(carry)] = 0.0
+    share = _Shares().run(loop.jaxpr, args)[loop.incoming.index(carry)]
+    return 1.0 if share is None else min(1.0, share)
+
+
+class _Shares(_programs.Forward):
+    """Terms per element that an iteration adds; `None` for values of all iterations."""
+
+    def equation(self, equation: JaxprEqn, operands: list[Any], frame: Frame) -> list[Any]:
+        name, shares = equation.primitive.name, [x for x in operands if x is not None]
+        if shares and name in _programs.CALLS:
+            return self.enter(equation, operands, frame)
+        if not shares:
+            share = None
+        elif name in _WRITES:
+            indices = [*operands]
+            written = equation.invars[_WRITES[name]].aval.size / equation.outvars[0].aval.size
+            del indices[_WRITES[name]], indices[0]
+            is_varied = any(index is not None for index in indices)
+            share = (operands[0] or 0.0) + (written if is_varied else 1.0)
+        elif name in _SUMS:
+            share = sum(1.0 if x is None else x for x in operands)
+        else:
+            share = max(shares) if name in _KEEPS else 1.0
+        return [share] * len(equation.outvars)
