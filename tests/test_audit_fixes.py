@@ -32,6 +32,8 @@ class Bare(ast.NodeTransformer):
         is_cast = isinstance(node.func, ast.Attribute) and node.func.attr == "astype"
         if is_cast and ast.unparse(node.args[0]) not in self.kept:
             return node.func.value
+        if ast.unparse(node).startswith("jax.tree.map(lambda x: x,"):
+            return node.args[1]
         node.keywords = [k for k in node.keywords if k.arg != "dtype"]
         if not is_cast:
             node.args = [a for a in node.args if ast.unparse(a) not in ("bf", "jnp.float32")]
@@ -530,6 +532,28 @@ PASTED = {
             "return p['w'] - acc.astype(jnp.float32)",
         ],
         ["jnp.zeros((16, 16), jnp.float32)", "g.astype(jnp.float32)"],
+    ),
+    "microbatches of pytrees in a loop": (
+        [
+            "low = {'w': p['w'].astype(bf)}",
+            "grad = jax.grad(lambda q, x: fwd(q, x).astype(jnp.float32).mean())",
+            "def body(acc, x):",
+            "    return jax.tree.map(jnp.add, acc, grad(low, x)), None",
+            "acc, _ = lax.scan(body, jax.tree.map(jnp.zeros_like, low), args[0])",
+            "return p['w'] - acc['w'].astype(jnp.float32)",
+        ],
+        ["jax.tree.map(jnp.zeros_like, jax.tree.map(lambda x: x.astype(jnp.float32), low))"],
+    ),
+    "microbatches of pytrees without a loop": (
+        [
+            "low = {'w': p['w'].astype(bf)}",
+            "grad = jax.grad(lambda q, x: fwd(q, x).astype(jnp.float32).mean())",
+            "acc = grad(low, args[0][0])",
+            "for i in range(1, 4):",
+            "    acc = jax.tree.map(jnp.add, acc, grad(low, args[0][i]))",
+            "return p['w'] - acc['w'].astype(jnp.float32)",
+        ],
+        ["jax.tree.map(jnp.add, jax.tree.map(lambda x: x.astype(jnp.float32), acc),"],
     ),
     "microbatches without a loop": (
         [

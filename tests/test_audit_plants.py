@@ -241,8 +241,15 @@ def diagonals(matrix, row):
 
 
 def one_pass(x):
-    variance = jnp.mean(x * x, 0) - jnp.mean(x, 0) ** 2
+    return jnp.mean(x * x, 0) - jnp.mean(x, 0) ** 2
+
+
+def inverse_root(variance):
     return lax.rsqrt(variance.astype(F32) + 1e-5)
+
+
+def loss_of_difference(term):
+    return jax.grad(lambda m: term(m[0] - m[1]).sum().astype(F32))
 
 
 def ball_radius(x):
@@ -277,8 +284,14 @@ INDICES = jnp.zeros(600, jnp.int32)
         (jax.grad(lambda m: lax.scan(diagonals, m[:4], m)[1].sum()), "reduction_16bit"),
         (lambda m: lax.scan(lambda c, r: (c + jnp.tanh(c) + r, None), m[0], m), None),
         (lambda m: lax.associative_scan(jnp.add, m), "accumulator_16bit"),
-        (one_pass, "norm_16bit"),
-        (lambda m: one_pass(m.astype(F32)), None),
+        (lambda m: inverse_root(one_pass(m)), "norm_16bit"),
+        (lambda m: inverse_root(one_pass(m.astype(F32))), None),
+        (lambda m: m / one_pass(m), "norm_16bit"),
+        (jax.grad(lambda m: one_pass(m).sum().astype(F32)), "norm_16bit"),
+        (jax.grad(lambda m: one_pass(m.astype(F32)).sum()), None),
+        (loss_of_difference(lambda d: jnp.maximum(0.9 * d, -0.1 * d)), "loss_16bit"),
+        (loss_of_difference(lambda d: jnp.where(d > 0, 0.9 * d, -0.1 * d)), "loss_16bit"),
+        (loss_of_difference(lambda d: jnp.maximum(d, 0)), None),
         (lambda m: jnp.cos(m[:, :1].astype(F32) * FREQUENCIES.astype(BF16)), "rounded_input"),
         (lambda m: jnp.cos(m[:, :1].astype(F32) * FREQUENCIES), None),
         (
@@ -599,6 +612,10 @@ def clipped(grads):
         (lambda w, g, s: (w - 0.1 * g / s, jnp.sum(g**2)), 1),
         (lambda w, g, s: (w - 0.1 * g / s, jnp.sum((g / s) ** 2)), 0),
         (lambda w, g, s: (w - 0.1 * g / s, jnp.where(jnp.isfinite(g).all(), s, s / 2)), 0),
+        (lambda w, g, s: w - 0.1 * (g.astype(F16) / s.astype(F16)).astype(F32), 1),
+        (lambda w, g, s: w - 0.1 * (g * (1 / s)).astype(F16).astype(F32), 1),
+        (lambda w, g, s: w - 0.1 * (g.astype(F16) * (1 / s)), 0),
+        (lambda w, g, s: ((new := w - 0.1 * g / s), new.astype(F16)), 0),
     ],
 )
 def test_gradients_and_their_scale(use, count):

@@ -233,7 +233,8 @@ def _constant(var: _programs.Atom, op: _checks.OpOccurrence) -> float | None:
 SCALED_GRADIENTS = _checks.Check(
     id="scaled_gradients",
     explanation="Gradients are clipped, measured or added to the state while they are multiplied by"
-    " the loss scale, or they are divided by it twice.",
+    " the loss scale, or they are divided by it twice, or in float16, which has no numbers below"
+    " 6e-8.",
     fix="grads = jax.tree.map(lambda g: g / scale, grads)",
     includes_optimizer=True,
 )
@@ -241,6 +242,12 @@ SCALED_GRADIENTS = _checks.Check(
 _FIX = (
     "Divide the gradients by the loss scale first, and remove a division that follows:\n"
     f"    {SCALED_GRADIENTS.fix}"
+)
+
+
+_FIX_DIVISION = (
+    "Divide FP32 gradients, and return the quotients in FP32:\n"
+    "    grads = jax.tree.map(lambda g: g.astype(jnp.float32) / scale, grads)"
 )
 
 
@@ -269,10 +276,21 @@ def check_division(op: _checks.OpOccurrence) -> None:
         powers = powers_of(op.audit.flow.of(other))
         for number in (n for n, power in powers.items() if power == divided):
             op.audit.collected[SCALED_GRADIENTS].append(number)
+            event = None
             if _of_gradient(var, op.audit).get(number, 0) == 0:
                 message = "gradients are divided by the loss scale a second time."
                 fix = f"Remove the second division by the loss scale, at {op.where}."
-                op.audit.collected[_Event].append(_Event(number, op, message, fix))
+                event = _Event(number, op, message, fix)
+            elif _is_float16(op):
+                message = "gradients are divided by the loss scale in float16: quotients below 6e-8"
+                event = _Event(number, op, f"{message} become zero.", _FIX_DIVISION)
+            op.audit.collected[_Event] += [] if event is None else [event]
+
+
+def _is_float16(op: _checks.OpOccurrence) -> bool:
+    """Returns True for a result in float16, and for one that is cast to it wherever it is read."""
+    readers = [each.outvars[0] for each in op.body.readers(op.result)]
+    return op.dtype == _core.FLOAT16 or {_checks.dtype_of(x) for x in readers} == {_core.FLOAT16}
 
 
 @SCALED_GRADIENTS.on_operation(

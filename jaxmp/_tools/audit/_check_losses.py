@@ -133,14 +133,19 @@ def label_rounding(op: OpOccurrence) -> RoundedTerm | None:
     return term
 
 
-@LOSS_16BIT.on_operation("abs", "square", "integer_pow", "mul")
+@LOSS_16BIT.on_operation("abs", "square", "integer_pow", "mul", "max", "min", *_programs.CALLS)
 def label_difference(op: OpOccurrence) -> RoundedDifference | None:
-    """Labels absolute values and squares of 16-bit differences."""
-    if op.name == "mul" and op.operands[0] is not op.operands[1]:
+    """Labels absolute values and squares of 16-bit differences, and one of two multiples."""
+    is_choice = _programs.name_of(op.equation) == "_where"
+    is_multiple = is_choice or op.name in ("max", "min")
+    is_product = op.name == "mul" and op.operands[0] is not op.operands[1]
+    if is_product or not (op.location.differentiated and (is_multiple or op.name in _EVEN)):
         return None
-    difference = op.made_by(op.operands[0], _checks.LAYOUT)
-    if not op.location.differentiated or difference is None or difference.name != "sub":
+    through = _checks.LAYOUT | (_core.named("mul neg") if is_multiple else set())
+    first, *others = (_difference(var, op, through) for var in op.operands[is_choice:])
+    if first is None or any(other is not first for other in others):
         return None
+    difference = op.sibling(first)
     labels = op.labels(_Difference, difference.result)
     is_reported = any(isinstance(label.rounded, UserCast) for label in labels)
     if is_reported or not _core.is_16bit(difference.dtype):
@@ -148,6 +153,16 @@ def label_difference(op: OpOccurrence) -> RoundedDifference | None:
     fix = fix_expression("Subtract in FP32", difference) or LOSS_16BIT.fix
     message = f"the differences of a loss are rounded to {difference.dtype.name}"
     return RoundedDifference(difference, message, fix)
+
+
+_EVEN = _core.named("abs square integer_pow mul")
+
+
+def _difference(
+    var: _programs.Atom, op: OpOccurrence, through: frozenset[str]
+) -> _programs.Equation | None:
+    makers = map(op.body.maker, _dataflow.near(var, op.body, through))
+    return next((x for x in makers if x is not None and x.primitive.name == "sub"), None)
 
 
 @LOSS_16BIT.on_operation("reduce_sum")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 
 import jax.tree_util as jtu
@@ -33,7 +34,8 @@ LOSS_16BIT = _checks.Check(
 NORM_16BIT = _checks.Check(
     id="norm_16bit",
     explanation="The statistics of a normalization are computed in 16 bits, or the power iteration"
-    " of a spectral norm, whose gradient is a small difference.",
+    " of a spectral norm, whose gradient is a small difference, or a variance is the difference of"
+    " two rounded means and a value is divided by it.",
     fix="x = x.astype(jnp.float32)",
     includes_optimizer=True,
 )
@@ -235,10 +237,15 @@ def label_variance(op: _checks.OpOccurrence) -> OnePass | None:
     return OnePass(op, message, _origins.fix_origins(op) or _FIX_NORM)
 
 
-@NORM_16BIT.on_operation("sqrt", "rsqrt", "pow")
+@NORM_16BIT.on_operation("sqrt", "rsqrt", "pow", "div", "reduce_sum")
 def report_variance(op: _checks.OpOccurrence) -> None:
-    """Reports the root of a rounded variance."""
-    if op.dtype == _core.FLOAT32:
+    """Reports a root of a rounded variance in FP32, a division by it, and its sum in a loss."""
+    if op.name == "div":
+        op.audit.report(OnePass, op.operands[1:], f", by which a value is divided at {op.where}")
+    elif op.name == "reduce_sum":
+        if op.location.differentiated and math.prod(op.result.aval.shape) == 1:
+            op.report(OnePass, f", and a loss sums the results at {op.where}")
+    elif op.dtype == _core.FLOAT32:
         op.report(OnePass, f", whose root is computed at {op.where}")
 
 

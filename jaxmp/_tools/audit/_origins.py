@@ -64,7 +64,8 @@ def fix_operation(op: OpOccurrence, back: str = "", through: frozenset[str] = _E
     alone = narrowed(alone) if alone and back and narrow else alone
     code = own.replaced_by(code, other, alone)
     function = _rewrite.known_function(own)[0]
-    name = function.rpartition(".")[2] or op.name.replace("convert_element_type", "the value")
+    short = function if ".tree" in function else function.rpartition(".")[2]
+    name = short or op.name.replace("convert_element_type", "the value")
     sentence = f"Compute {_widened_calls(code) or name} in FP32"
     if function.startswith("jax.random."):
         sentence += ", by which other numbers are drawn"
@@ -260,7 +261,7 @@ def _at_origins(
     outside = {each.place for each in expressions if not own.contains(each)}
     is_few = len(outside) <= _MAX_ORIGINS
     for origin, expression in zip(origins, expressions, strict=True) if is_few else ():
-        if _is_shared(origin):
+        if _is_shared(origin) or not _dataflow.is_forward(origin.equation):
             continue
         changed = _rewrite.in_fp32(expression)
         is_here = origin.line == op.line

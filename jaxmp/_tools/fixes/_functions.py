@@ -112,7 +112,11 @@ _TABLE: dict[str, dict[str, Function]] = {
         "global_norm": Function(is_tree=True),
     },
     "optax.losses": {_LOSSES: _ARRAY, **_DIVERGENCES},
-    "optax.tree": {"norm sum vdot": Function(is_tree=True)},
+    "optax.tree": {
+        "norm sum vdot add": Function(is_tree=True),
+        "zeros_like": Function((), is_tree=True, dtype=1),
+    },
+    "jax": {"tree.map tree_util.tree_map": Function((1,), is_tree=True)},
 }
 # Methods of arrays, which compute with the array before the dot.
 METHODS: Mapping[str, Function] = _of_each(

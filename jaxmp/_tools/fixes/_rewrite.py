@@ -192,7 +192,7 @@ def with_fp32_summand(expression: Expression, index: int | None) -> str:
 
 
 def with_fp32_start(loop: Expression, number: int, count: int) -> str:
-    """Returns a call of a loop whose carry starts in FP32; "" for another function or a dict.
+    """Returns a call of a loop whose carry starts in FP32; "" for another function.
 
     Args:
       loop: the call.
@@ -206,11 +206,17 @@ def with_fp32_start(loop: Expression, number: int, count: int) -> str:
     passed = [*node.args[position : position + 1]]
     passed += [k.value for k in node.keywords if k.arg in ("init", "init_val")]
     starts = passed[0].elts if passed and isinstance(passed[0], ast.Tuple) else passed
-    if len(starts) < -number or len(starts) not in range(count - 2 * (position == 3), count + 1):
+    if any(isinstance(start, ast.Starred) for start in starts):
+        return ""
+    if len(starts) not in range(count - 2 * (position == 3), count + 1):
+        # One of them is a pytree.
+        trees = {start: _cast_tree(start) for start in starts if not _is_number(start)}
+        if len(trees) > 1:
+            return ""
+        return loop.replaced_by(Changed(trees.get).visit(node))
+    if len(starts) < -number:
         return ""
     old = starts[number]
-    if isinstance(old, ast.Starred):
-        return ""
     row = _functions.FUNCTIONS.get(loop.name_of(old.func)) if isinstance(old, ast.Call) else None
     if isinstance(old, ast.Call) and row is not None and row.dtype is not None:
         new = _with_wide_arguments(old, "", row)
@@ -398,10 +404,13 @@ def _is_number(node: ast.expr) -> bool:
     return not any(isinstance(each, names) for each in ast.walk(node))
 
 
+_CAST_TREE = "jax.tree.map(lambda x: x.astype(jnp.float32),"
+
+
 def _cast_tree(tree: ast.expr) -> ast.expr:
-    if isinstance(tree, ast.Call) and ast.unparse(tree.func) == "jax.tree.map":
+    if ast.unparse(tree).startswith(_CAST_TREE):
         return tree
-    return parsed(f"jax.tree.map(lambda x: x.astype(jnp.float32), {ast.unparse(tree)})")
+    return parsed(f"{_CAST_TREE} {ast.unparse(tree)})")
 
 
 def with_split_copy(expression: Expression, spec: str, dtype: str, *, has_mesh: bool) -> str:
