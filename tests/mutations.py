@@ -1465,6 +1465,11 @@ one row that all iterations read counts as other rows
 test_audit.py::test_the_gradient_of_a_row_that_an_iteration_reads
 """,
     "jaxmp/_tools/audit/_check_sums.py": r"""
+the fix of a carry changes code for a cast of the backward pass
+- if is_cast and _dataflow.is_forward(cast):
++ if is_cast:
+test_audit_fixes.py::test_the_fix_of_a_step_is_its_own_code
+
 all terms of a scatter with known indices count as one sum
 - if indices is not None and indices.size:
 + if False:
@@ -1607,9 +1612,14 @@ the fix of a matmul leaves the operand without a cast in FP32
 test_audit_steps.py::test_the_fix_of_a_matmul_casts_both_operands
 
 a fix changes a cast of all parameters
--         if _is_shared(origin):
--             continue
+- _is_shared(origin) or not _dataflow.is_forward(origin.equation)
++ not _dataflow.is_forward(origin.equation)
 test_audit_fixes.py::test_a_cast_of_all_parameters_is_not_replaced
+
+a fix changes code for a cast of the backward pass
+- _is_shared(origin) or not _dataflow.is_forward(origin.equation)
++ _is_shared(origin)
+test_audit_fixes.py::test_the_fix_of_a_step_is_its_own_code
 
 the fix of a root casts a variance that was rounded
 - return max(sizes) > sizes[0] and any(map(_is_rounding, inside))

@@ -536,7 +536,8 @@ PASTED = {
     "microbatches of pytrees in a loop": (
         [
             "low = {'w': p['w'].astype(bf)}",
-            "grad = jax.grad(lambda q, x: fwd(q, x).astype(jnp.float32).mean())",
+            "fwd = lambda q, x: lax.dot(x.astype(bf), q['w'], preferred_element_type=jnp.float32)",
+            "grad = jax.grad(lambda q, x: fwd(q, x).mean())",
             "def body(acc, x):",
             "    return jax.tree.map(jnp.add, acc, grad(low, x)), None",
             "acc, _ = lax.scan(body, jax.tree.map(jnp.zeros_like, low), args[0])",
@@ -547,7 +548,8 @@ PASTED = {
     "microbatches of pytrees without a loop": (
         [
             "low = {'w': p['w'].astype(bf)}",
-            "grad = jax.grad(lambda q, x: fwd(q, x).astype(jnp.float32).mean())",
+            "fwd = lambda q, x: lax.dot(x.astype(bf), q['w'], preferred_element_type=jnp.float32)",
+            "grad = jax.grad(lambda q, x: fwd(q, x).mean())",
             "acc = grad(low, args[0][0])",
             "for i in range(1, 4):",
             "    acc = jax.tree.map(jnp.add, acc, grad(low, args[0][i]))",
