@@ -131,7 +131,9 @@ _LAZY = {
 def __getattr__(name: str) -> _typing.Any:
     """Imports a name at its first use (PEP 562): it loads many modules, or an optional package."""
     if name not in _LAZY:
-        raise AttributeError(f"module 'jaxmp' has no attribute {name!r}")
+        # The commands `locate` and `memory` have longer names in Python.
+        similar = [f" Use jaxmp.{each}." for each in _LAZY if f"_{name}" in f"_{each}"]
+        raise AttributeError(f"module 'jaxmp' has no attribute {name!r}.{''.join(similar)}")
     module_name, package, purpose, extra = _LAZY[name]
     try:
         module = _importlib.import_module(module_name)

@@ -87,3 +87,8 @@ def test_the_last_recipe_of_a_model_replaces_the_first(first, second):
     assert program(twice) == program(once)
     shapes = lambda model: jax.eval_shape(model.init, jax.random.key(0), x)
     assert shapes(twice) == shapes(once)
+
+
+def test_names_of_commands_lead_to_functions():
+    with pytest.raises(AttributeError, match=r"'locate'. Use jaxmp.locate_nonfinite.$"):
+        _ = jaxmp.locate
