@@ -823,6 +823,16 @@ an unknown key of a TOML file is accepted
 test_recipes.py::test_a_refusal_names_the_location_and_shows_a_fix_that_loads
 """,
     "jaxmp/_programs/_analysis.py": r"""
+statistics: values of the forward pass that the backward pass moves are gradients
+- elif any(flags) or not cotangents or all(var.aval.size == 1 for var in each.invars):
++ else:
+test_statistics.py::test_the_errors_of_a_format_are_those_of_a_step_in_it
+
+statistics: all results of a barrier are gradients
+- if each.primitive.name == "optimization_barrier":
++ if False:
+test_statistics.py::test_the_errors_of_a_format_are_those_of_a_step_in_it
+
 autocast forgets the uses of what a loop carries
 - new[n] = self._joined(known[n], args[argument])
 + new[n] = known[n]
@@ -997,6 +1007,11 @@ statistics: operands of kernels are not measured
 - (*DOTS, *_KERNELS)
 + MATMULS
 test_statistics.py::test_operands_of_kernels_are_measured
+
+statistics: all arguments of a function in the backward pass are gradients
+- flags.append(is_carry or self.is_cotangent(var))
++ flags.append(phase == _jaxprs.BACKWARD)
+test_statistics.py::test_the_errors_of_a_format_are_those_of_a_step_in_it
 
 statistics: recomputed operands are counted again
 - if place.phase == _jaxprs.FORWARD or inside.is_cotangent(var):
@@ -2083,7 +2098,7 @@ test_statistics.py::test_the_scale_of_the_step_is_taken_out
 """,
     "jaxmp/_tools/stats/_with_stats.py": r"""
 statistics: gradients in float16 have no loss scale
-- self.scale if is_backward and self.name == FLOAT16 else
+- self.scale if is_cotangent and self.name == FLOAT16 else
 test_statistics.py::test_the_errors_of_a_format_are_those_of_a_step_in_it
 """,
     "jaxmp/_tools/validate/_budget.py": r"""

@@ -375,13 +375,28 @@ def test_kernels_of_cudnn_are_measured():
 # ---------------------------------------------------------------------------
 
 
-def test_the_errors_of_a_format_are_those_of_a_step_in_it():
+@jax.custom_vjp
+def product(x, w):
+    return x @ w
+
+
+def product_gradient(saved, g):
+    x, g = lax.optimization_barrier((saved[0], g))
+    return g @ saved[1].T, x.T @ g
+
+
+product.defvjp(lambda x, w: (x @ w, (x, w)), product_gradient)
+
+
+# A backward pass also has values of the forward pass: operands of a function, or moved ones.
+@pytest.mark.parametrize("matmul", [jnp.matmul, jax.jit(lambda x, w: x @ w), product])
+def test_the_errors_of_a_format_are_those_of_a_step_in_it(matmul):
     """The reference is the same step, written in float16 with a loss scale."""
 
     def loss_fn(params, x, dtype):
         for name in ("up", "down"):
             with jax.named_scope(name):
-                x = x.astype(dtype) @ params[name].astype(dtype)
+                x = matmul(x.astype(dtype), params[name].astype(dtype))
         return jnp.mean(jnp.square(x.astype(jnp.float32))) * 2.0**-24
 
     def run(dtype, scale):
@@ -398,6 +413,7 @@ def test_the_errors_of_a_format_are_those_of_a_step_in_it():
         assert 0.3 < error / want < 3 and 1e-4 < error < 2e-3
         assert 10 * error < float(stats.errors["float8"]["gradients"][name]) < 0.2
     report = stats.report()
+    assert report.loss_scale == 2.0**24
     assert type(report).from_json(report.to_json()) == report
     assert "float8 gradients" in report.to_text() and "float8 gradients" in report.to_html()
     # In the order of the forward pass, also after JAX has sorted the keys.

@@ -48,7 +48,7 @@ from jaxmp._programs._matmuls import (
     kernel_matmuls, matmul_of, multiple_of, padded, transposes_lhs, wide_matmul,
 )
 from jaxmp._programs._observe import (
-    ACTIVATIONS, DOTS, GRADIENTS, OPERANDS, SCALES, Key, Observer, modules_of,
+    ACTIVATIONS, DOTS, GRADIENTS, OPERANDS, SCALES, Inside, Key, Observer, modules_of,
 )
 from jaxmp._programs._operations import (
     arithmetic_of, axes_of, batch_of, count_of_keys, dimensions_of, dot_of, exponent_of,

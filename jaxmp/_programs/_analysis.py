@@ -31,6 +31,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -141,6 +142,29 @@ def gradients_of(body: Any, phases: Sequence[str], outer: str) -> set[Atom]:
     readers = Body(body).consumers if made else {}
     is_outside = lambda reader: phase_of[id(reader)] == FORWARD
     return {var for var in made if any(map(is_outside, readers.get(var, ())))}
+
+
+def cotangents_of(body: Any, phases: Sequence[str], arguments: Iterable[Atom]) -> set[Atom]:
+    """Returns the variables that are gradients in the backward pass.
+
+    A backward pass also moves, casts and recomputes values of the forward pass. It begins with an
+    operation on scalars, such as the loss scale, or in a function of its own with any operation.
+
+    Args:
+      body: a jaxpr.
+      phases: the phase of each of its equations.
+      arguments: the arguments of the jaxpr that are gradients.
+    """
+    cotangents = set(arguments)
+    for each, phase in zip(equations(body, inside=False), phases, strict=True):
+        flags = [not is_literal(var) and var in cotangents for var in each.invars]
+        if phase != BACKWARD:
+            continue
+        if each.primitive.name == "optimization_barrier":
+            cotangents.update(itertools.compress(each.outvars, flags))
+        elif any(flags) or not cotangents or all(var.aval.size == 1 for var in each.invars):
+            cotangents.update(each.outvars)
+    return cotangents
 
 
 class Forward(Interpreter):

@@ -54,7 +54,7 @@ class _Outer(NamedTuple):
 
     at: for each enclosing equation, its index, and the identity of the jaxpr that contains it.
     used: for each result, True if the forward pass uses it; None: all are used.
-    cotangents: for each argument, True if the backward pass made it.
+    cotangents: for each argument, True if it is a gradient in the backward pass.
     """
 
     at: tuple[Any, ...] = ()
@@ -62,22 +62,38 @@ class _Outer(NamedTuple):
     cotangents: Sequence[bool] = ()
 
 
-class _Inside:
-    """Run of one jaxpr."""
+class Inside:
+    """Run of one jaxpr.
 
-    def __init__(self, jaxpr: AnyJaxpr, place: _locations.Location, outer: _Outer) -> None:
+    Args:
+      jaxpr: the jaxpr.
+      start: its location; the state is that which `entered` returned for the equation around it.
+    """
+
+    def __init__(self, jaxpr: AnyJaxpr, start: Start) -> None:
         body, _ = _compat.jaxpr_body(jaxpr)
+        place, outer = start.place, start.state or _Outer()
         self.at = (*outer.at, id(body))
         self.outputs = _analysis.ModuleOutputs(jaxpr, place, outer.used)
-        self.cotangents: set[_jaxprs.Atom] = set(itertools.compress(body.invars, outer.cotangents))
         phases = [place.of(each).phase for each in _jaxprs.equations(body, inside=False)]
         self.gradients = _analysis.gradients_of(body, phases, place.phase)
+        cotangents = itertools.compress(body.invars, outer.cotangents)
+        self.cotangents = _analysis.cotangents_of(body, phases, cotangents)
         # Variable -> its measurement.
         self.measured: dict[_jaxprs.Atom, Any] = {}
 
     def is_cotangent(self, var: _jaxprs.Atom) -> bool:
-        """Returns True if the backward pass made a variable."""
+        """Returns True if a variable is a gradient in the backward pass."""
         return not _jaxprs.is_literal(var) and var in self.cotangents
+
+    def entered(self, equation: JaxprEqn, phase: str, index: int = 0) -> _Outer:
+        """Returns the state of the jaxprs inside of an equation."""
+        flags = []
+        for inner in inners(equation)[-1:]:
+            for n, var in enumerate(inner.operands):
+                is_carry = phase == _jaxprs.BACKWARD and n in inner.carried
+                flags.append(is_carry or self.is_cotangent(var))
+        return _Outer((*self.at, index), self.outputs.used_inside(equation, phase), flags)
 
 
 class Observer(Interpreter):
@@ -93,8 +109,7 @@ class Observer(Interpreter):
     only_outputs = False
 
     def run(self, jaxpr: Any, args: Sequence[Any], start: Start = PROGRAM) -> list[Any]:
-        inside = _Inside(jaxpr, start.place, start.state or _Outer())
-        return super().run(jaxpr, args, start._replace(state=inside))
+        return super().run(jaxpr, args, start._replace(state=Inside(jaxpr, start)))
 
     def equation(self, equation: JaxprEqn, operands: list[Any], frame: Frame) -> list[Any]:
         inside, place, name = frame.state, frame.place.of(equation), equation.primitive.name
@@ -116,15 +131,8 @@ class Observer(Interpreter):
                 # Operands of a matmul that is computed again are left out.
                 if place.phase == _jaxprs.FORWARD or inside.is_cotangent(var):
                     self._measure(inside, OPERANDS, (place.names, label), var, x, at)
-        flags = []
-        for inner in inners(equation)[-1:]:
-            for n, var in enumerate(inner.operands):
-                is_carry = place.phase == _jaxprs.BACKWARD and n in inner.carried
-                flags.append(is_carry or inside.is_cotangent(var))
-        used = inside.outputs.used_inside(equation, place.phase)
-        results = self.enter(equation, operands, frame, _Outer(at, used, flags))
-        if place.phase == _jaxprs.BACKWARD:
-            inside.cotangents.update(equation.outvars)
+        entered = inside.entered(equation, place.phase, frame.index)
+        results = self.enter(equation, operands, frame, entered)
         for var, x in zip(equation.outvars, results, strict=True):
             for path in inside.outputs.last.get(var, ()):
                 self._measure(inside, ACTIVATIONS, (path, ""), var, x, at)

@@ -267,12 +267,10 @@ class _Value:
     """Value of a variable of an emulated step.
 
     array: the array.
-    is_cotangent: True if the backward pass made it.
     is_wide: True if it is an FP32 result that is not rounded yet.
     """
 
     array: Any
-    is_cotangent: bool = dataclasses.field(default=False, metadata={"static": True})
     is_wide: bool = dataclasses.field(default=False, metadata={"static": True})
 
 
@@ -323,29 +321,27 @@ class Emulation(_programs.Interpreter):
     def run(
         self, jaxpr: AnyJaxpr, args: Sequence[Any], start: _programs.Start = _programs.PROGRAM
     ) -> list[Any]:
-        values = _as_values(args, start.place.phase == _programs.BACKWARD)
-        outputs = _programs.ModuleOutputs(jaxpr, *start)
-        return super().run(jaxpr, values, start._replace(state=outputs))
+        inside = _programs.Inside(jaxpr, start)
+        return super().run(jaxpr, _as_values(args), start._replace(state=inside))
 
     def equation(
         self, equation: JaxprEqn, operands: list[Any], frame: _programs.Frame
     ) -> list[Any]:
-        place, outputs, name = frame.place.of(equation), frame.state, equation.primitive.name
-        is_backward, is_matmul = place.phase == _programs.BACKWARD, name in _programs.DOTS
+        place, inside, name = frame.place.of(equation), frame.state, equation.primitive.name
+        is_matmul, flags = name in _programs.DOTS, list(map(inside.is_cotangent, equation.invars))
         is_inside = self.name and (place.names or is_matmul) and _programs.runs_in_fp32(equation)
         arrays = list(map(self.array, operands))
         if not is_inside or not any(map(_is_fp32, arrays)):
-            used = outputs.used_inside(equation, place.phase)
-            return _as_values(self.enter(equation, operands, frame, used), is_backward)
+            entered = inside.entered(equation, place.phase)
+            return _as_values(self.enter(equation, operands, frame, entered))
         is_wide = any(x.is_wide for x in operands) and name != "add_any"
         is_batch_sum = name == "reduce_sum" and 0 in _programs.axes_of(equation)
-        if is_backward and is_batch_sum and not is_wide and place.names not in self._fp32_modules:
+        if is_batch_sum and flags[0] and not is_wide and place.names not in self._fp32_modules:
             # A sum over the batch, as of a bias, accumulates in the format.
             narrow = lax.convert_element_type(self._scaled(arrays[0], True), self._dtype)
             (result,) = self.bound(equation, [lax.optimization_barrier(narrow)])
             wide = lax.convert_element_type(result, _core.FLOAT32)
-            return [_Value(lax.div(wide, self._scale(True)), True)]
-        flags = [x.is_cotangent for x in operands]
+            return [_Value(lax.div(wide, self._scale(True)))]
         if is_matmul:
             # Parameters, inputs and cotangents may come from outside of the module, in FP32.
             arrays = [self._rounded(x, f) for x, f in zip(arrays, flags, strict=True)]
@@ -356,33 +352,32 @@ class Emulation(_programs.Interpreter):
         results = self.bound(equation, arrays)
         ends = equation.outvars
         if not is_matmul and (is_wide or _TABLE.category(name) == "fp32"):
-            ends = outputs.last
+            ends = inside.outputs.last
             self._fp32_modules.add(place.names)
         return [
-            _Value(self._rounded(x, is_backward), is_backward)
+            _Value(self._rounded(x, inside.is_cotangent(var)))
             if var in ends
-            else _Value(x, is_backward, is_wide=True)
+            else _Value(x, is_wide=True)
             for var, x in zip(equation.outvars, results, strict=True)
         ]
 
-    def _scale(self, is_backward: bool) -> Any:
-        return self.scale if is_backward and self.name == FLOAT16 else np.float32(1)
+    def _scale(self, is_cotangent: bool) -> Any:
+        return self.scale if is_cotangent and self.name == FLOAT16 else np.float32(1)
 
-    def _scaled(self, x: _core.Array, is_backward: bool) -> _core.Array:
+    def _scaled(self, x: _core.Array, is_cotangent: bool) -> _core.Array:
         """Returns an array times its scale, in the range of the format."""
-        return clipped(lax.mul(x, self._scale(is_backward)), self._dtype)
+        return clipped(lax.mul(x, self._scale(is_cotangent)), self._dtype)
 
-    def _rounded(self, x: Any, is_backward: bool) -> Any:
+    def _rounded(self, x: Any, is_cotangent: bool) -> Any:
         if not _is_fp32(x):
             return x
-        scaled = _programs.rounded_to(self._scaled(x, is_backward), self._dtype)
-        return lax.div(scaled, self._scale(is_backward))
+        scaled = _programs.rounded_to(self._scaled(x, is_cotangent), self._dtype)
+        return lax.div(scaled, self._scale(is_cotangent))
 
 
-def _as_values(results: Sequence[Any], is_cotangent: bool) -> list[_Value]:
+def _as_values(results: Sequence[Any]) -> list[_Value]:
     """Returns values of results, of which those of loops and branches are plain arrays."""
-    values = [x if isinstance(x, _Value) else _Value(x, is_cotangent) for x in results]
-    return [dataclasses.replace(x, is_cotangent=x.is_cotangent or is_cotangent) for x in values]
+    return [x if isinstance(x, _Value) else _Value(x) for x in results]
 
 
 def _is_fp32(x: Any) -> bool:
