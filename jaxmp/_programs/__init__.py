@@ -20,8 +20,7 @@ Other rooms import the package as a whole: the names below.
 
 # fmt: off
 from jaxmp._programs._analysis import (
-    Backward, Body, Forward, ModuleOutputs, gradients_of, primitives, returned_arguments,
-    with_returned,
+    Backward, Body, Forward, gradients_of, primitives, returned_arguments, with_returned,
 )
 from jaxmp._programs._bind import (
     MOVES, SCATTERS, bind, bind_all, bind_as_recorded, bind_in_fp32, is_narrow, is_narrow_dtype,
