@@ -21,7 +21,8 @@ from jaxmp._gradients._loss_scale import NoLossScale, StaticLossScale
 from jaxmp._policies._load import PolicyMap, as_policy_map
 from jaxmp._policies._op_table import CATEGORIES
 from jaxmp._policies._policy import Policy, get_policy, summarized
-from jaxmp._policies._recipe import list_recipes, load_recipe
+from jaxmp._policies._recipe import Recipe, list_recipes, load_recipe
+from jaxmp._policies._replace import RecipeChanges
 from jaxmp._policies._resolve import resolve_policy
 from jaxmp._policies._rules import Rule
 from jaxmp._policies._schema import RULE, TABLES, TOP
@@ -786,6 +787,9 @@ def undocumented(text):
 def test_the_readme_documents_every_key():
     assert undocumented(README) == [] and documented_keys(README, "`[fp8]`") == set(TABLES["fp8"])
     assert "the keys of `[policy]`" in README  # [[rules]] has these keys too
+    for key in {*TABLES["optimizer"], *TABLES["gradients"]}:
+        assert key in RecipeChanges.__annotations__ and f"\n      {key}:" in Recipe.__doc__
+        assert f"`{key}`" in Recipe.replace.__doc__
 
 
 def test_the_test_of_the_readme_can_fail():

@@ -211,7 +211,7 @@ def _scalars(var: _programs.Atom, labels: Iterable[Any]) -> list[Scalar]:
     return [x for x in labels if isinstance(x, Scalar)] if number is None else [Scalar(number)]
 
 
-_PRODUCTS = _core.named("mul dot_general conv_general_dilated ragged_dot_general")
+_PRODUCTS = {"mul", *_programs.MATMULS}
 _JOINS = _core.named(
     "add add_any sub max min select_n concatenate stack pad clamp dynamic_update_slice scatter"
     " scatter-add scatter-min scatter-max"

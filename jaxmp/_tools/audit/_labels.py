@@ -174,9 +174,8 @@ _GRADIENT: Labels = frozenset({_dataflow.GRADIENT})
 _KEEPS_LOGITS = _core.named("convert_element_type exp exp2 stop_gradient")
 # Primitives that combine elements, so that a promoted array ends there.
 REDUCES = _core.named(
-    "reduce_sum reduce_prod reduce_max reduce_min argmax argmin dot_general conv_general_dilated"
-    " ragged_dot_general reduce_window_sum reduce_window_max"
-).union(_programs.SOLVERS)
+    "reduce_sum reduce_prod reduce_max reduce_min argmax argmin reduce_window_sum reduce_window_max"
+).union(_programs.MATMULS, _programs.SOLVERS)
 _BREAKS = _core.named(
     "reduce_max reduce_min argmax argmin sort top_k approx_top_k gather cummax cummin eq ne lt le"
     " gt ge dynamic_slice"
