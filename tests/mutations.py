@@ -1092,7 +1092,7 @@ test_audit.py::test_second_derivatives_of_a_vector
 the rule of a fix contains scopes that are no modules
 - return modules if self.modules else path
 + return path
-test_audit_fixes.py::test_a_rule_of_a_fix_names_the_module_without_other_scopes
+test_audit_fixes.py::test_a_rule_of_a_fix_names_all_modules_without_other_scopes
 test_audit_fixes.py::test_parameters_that_enter_an_exponential_are_read_in_fp32
 
 the audit reports matmuls that the compiler removes
@@ -1585,6 +1585,11 @@ each result of a barrier has the labels of all operands
 test_audit.py::test_a_barrier_of_two_arrays_mixes_no_labels
 """,
     "jaxmp/_tools/audit/_make_report.py": r"""
+the rule of a fix selects modules without the finding
+- path in paths or _patterns.compile_pattern(pattern).fullmatch(path) is None
++ True
+test_audit_fixes.py::test_a_rule_of_a_fix_names_all_modules_without_other_scopes
+
 the fix of a wide operand in words asks for FP32
 - remedy = "Cast the wide arrays that this line reads to 16 bits."
 + pass

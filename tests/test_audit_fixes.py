@@ -704,15 +704,21 @@ class Wide(nnx.Module):
             return (x.astype(jnp.float32) @ self.w[...].astype(jnp.float32)).astype(x.dtype)
 
 
-def test_a_rule_of_a_fix_names_the_module_without_other_scopes():
+@pytest.mark.parametrize(
+    ("wide", "path"), [([1], "layers/1"), ([0, 1], "layers/#"), ([0, 2], "re:layers/0|layers/2")]
+)
+@pytest.mark.filterwarnings("ignore::jaxmp.errors.RecipeWarning")
+def test_a_rule_of_a_fix_names_all_modules_without_other_scopes(wide, path):
     def errors(recipe):
-        model = recipe.wrap(nnx.Sequential(nnx.Linear(64, 64, rngs=nnx.Rngs(0)), Wide()))
+        linear = nnx.Linear(64, 64, rngs=nnx.Rngs(0))
+        layers = [Wide() if n in wide else linear for n in range(max(wide) + 1)]
+        model = recipe.wrap(nnx.Sequential(*layers))
         return jaxmp.audit(lambda m, x: m(x), model, jnp.ones((8, 64)), recipe=recipe).errors
 
     scope = {"jaxmp": jaxmp, "recipe": jaxmp.load_recipe("bf16")}
-    (error,) = errors(scope["recipe"])
-    exec(error.fix.splitlines()[-1].strip(), scope)
-    assert scope["recipe"].policies.rules[0].path == "layers/1"
+    (fix,) = {error.fix for error in errors(scope["recipe"])}
+    exec(fix.splitlines()[-1].strip(), scope)
+    assert scope["recipe"].policies.rules[0].path == path
     assert not errors(scope["recipe"])
 
 

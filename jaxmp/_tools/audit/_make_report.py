@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import linecache
+import re
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -12,7 +13,7 @@ from jax.extend.core import JaxprEqn
 
 from jaxmp import _core, _programs
 from jaxmp._core._compat import _watch_jit
-from jaxmp._policies import _load, _policy, _resolve
+from jaxmp._policies import _load, _patterns, _policy, _resolve
 from jaxmp._programs import Frame
 from jaxmp._tools.audit import _auditor, _checks, _compile, _dataflow, _hlo_stats
 from jaxmp._tools.audit._check_matmuls import (
@@ -303,12 +304,53 @@ def _final_findings(auditor: _auditor.Auditor) -> list[Finding]:
         fields = {"primitive": item.op.name, "count": item.count, "flops": item.flops}
         fields |= {"severity": severity, "module": module}
         findings.append(item.check.finding(item.message, item.fix, item.op, **fields))
-    return [
+    findings = [
         dataclasses.replace(
             group[0], count=sum(f.count for f in group), flops=sum(f.flops for f in group)
         )
         for group in _section.grouped(findings, _place).values()
     ]
+    modules = {auditor.context.rule_path(names) for names in auditor.locations.names}
+    return _with_patterns(findings, modules | set(auditor.context.modules))
+
+
+# The path of a rule in a fix.
+_RULE_PATH = re.compile(r"(?<=jaxmp\.Rule\(')[^']*(?=')")
+
+
+def _with_patterns(findings: list[Finding], modules: set[str]) -> list[Finding]:
+    """Returns findings with one rule for all modules that differ only in numbers.
+
+    Args:
+      findings: the findings, of which each has the rule of its own module.
+      modules: the paths of all modules.
+    """
+
+    def key_of(finding: Finding) -> tuple[str, ...]:
+        check, file, line, severity, module = _place(finding)
+        fix = _RULE_PATH.sub(lambda path: _section.numberless(path[0]), finding.fix)
+        return check, file, line, severity, _section.numberless(module), fix
+
+    fixes = {finding: finding.fix for finding in findings}
+    for group in _section.grouped(findings, key_of).values():
+        paths = zip(*(_RULE_PATH.findall(finding.fix) for finding in group), strict=True)
+        patterns = iter([_pattern_of(set(column), modules) for column in paths])
+        fix = _RULE_PATH.sub(lambda _, patterns=patterns: next(patterns), group[0].fix)
+        fixes |= dict.fromkeys(group, fix)
+    return [dataclasses.replace(finding, fix=fix) for finding, fix in fixes.items()]
+
+
+def _pattern_of(paths: set[str], modules: set[str]) -> str:
+    """Returns a pattern, as within quotes, that matches some modules and no other ones."""
+    numbers = re.compile(r"(\d+)")
+    columns = zip(*map(numbers.split, paths), strict=True)
+    pattern = "".join(parts[0] if len(set(parts)) == 1 else "#" for parts in columns)
+    if len(paths) > 1 and not all(
+        path in paths or _patterns.compile_pattern(pattern).fullmatch(path) is None
+        for path in modules
+    ):
+        pattern = f"re:{'|'.join(map(re.escape, sorted(paths)))}"
+    return repr(pattern)[1:-1]
 
 
 def _is_minor(finding: _checks.PendingFinding, total: int) -> bool:
