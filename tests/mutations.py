@@ -1692,6 +1692,11 @@ the neighbours of a file come after those of the current directory
 test_cli_inputs.py::test_a_file_imports_its_neighbours_first
 """,
     "jaxmp/_tools/cli/_outputs.py": r"""
+the output of a command is tried only after its work
+- _try_output(file, path)
++ pass
+test_cli_inputs.py::test_a_bad_input_is_one_message_and_overwrites_nothing
+
 a result of the command replaces its input
 - if path in used:
 + if used.get(path, "an input") != "an input":
@@ -2038,6 +2043,11 @@ plan: hosts of the user do not divide the devices
 test_plan.py::test_hosts_and_links_are_those_of_the_user
 """,
     "jaxmp/_tools/plan/_programs.py": r"""
+a plan has no cost of measured tokens on a chip without a compiler
+- fields["devices"] = 1 if mesh is None else mesh.size
++ pass
+test_plan.py::test_the_command_writes_a_report
+
 plan: a program with an unknown operation does not fit
 - fits = estimate.fits if estimate.unknown else bool(estimate.fits)
 + fits = bool(estimate.fits)

@@ -115,7 +115,7 @@ COMMANDS = [
     *(["audit", "good.py:dot", "--html", name] for name in OUTPUTS),
     *(["validate", "good.py:make_run", *options] for options in VALIDATE),
     *(["audit", "good.py:make_step", *options] for options in AUDIT),
-    *(["validate", "good.py:make_run", "--json", name] for name in ("gone/x", "file/x")),
+    *(["validate", "good.py:make_run", "--json", name] for name in ("gone/x", "fifo", LONG[:250])),
     ["validate", "good.py:make_run", "--html", "."],
     *(["audit", "--script", name] for name in SCRIPTS),
     *(["checkpoint", "show", name] for name in CHECKPOINTS),
@@ -129,7 +129,7 @@ COMMANDS = [
 
 
 MESSAGES = {
-    "--json .": "'.' cannot be written. Name a file in a directory that exists",
+    "--json .": "'.' cannot be written: Is a directory. Name a file in a directory that exists",
     "--json gone/x": "'gone/x' cannot be written",
     "--json ": "'' cannot be written",
     "--html .": "'.' cannot be written",

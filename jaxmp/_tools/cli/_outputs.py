@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import json
 import os
@@ -114,8 +115,8 @@ def check_outputs(command: str, parameters: Mapping[str, object]) -> None:
         `file.py:function`, or one of several recipes.
 
     Raises:
-      JaxmpError: if an output is a directory, or its directory does not exist or is not writable;
-        if it would replace an input, another result, or any file but an earlier result.
+      JaxmpError: if an output cannot be written; if it would replace an input, another result, or
+        any file but an earlier result.
     """
     passed = ((name, parameters.get(name)) for name in ("json", "html"))
     outputs = {name: str(file) for name, file in passed if file is not None}
@@ -129,15 +130,13 @@ def check_outputs(command: str, parameters: Mapping[str, object]) -> None:
         if (name, file) == ("json", "-"):
             continue
         path = os.path.realpath(file)
-        # With the separator, a file is no directory.
-        target = file if os.path.exists(file) else os.path.join(os.path.dirname(path), "")
-        is_name = file not in ("", "-")
-        may_be_file = is_name and not os.path.islink(path) and not os.path.isdir(file)
-        if not (may_be_file and os.access(target, os.W_OK)):
+        try:
+            _try_output(file, path)
+        except OSError as error:
             raise JaxmpError(
-                f"{file!r} cannot be written. Name a file in a directory that exists, and that this"
-                " user may write to."
-            )
+                f"{file!r} cannot be written: {error.strerror}. Name a file in a directory that"
+                " exists, and that this user may write to. First start the reader of a FIFO."
+            ) from None
         if path in used:
             raise JaxmpError(
                 f"--{name} {file!r} is {used[path]} of this command. "
@@ -149,6 +148,34 @@ def check_outputs(command: str, parameters: Mapping[str, object]) -> None:
                 f"--{name} {file!r} exists, and is not an earlier result of jaxmp {command}. "
                 f"Remove it, or write another file: --{name} result.{name}"
             )
+
+
+# Devices and FIFOs among the outputs -> their descriptors. An open FIFO keeps its reader.
+_opened: dict[str, int] = {}
+
+
+def _try_output(file: str, path: str) -> None:
+    """Raises an OSError if a file cannot be written, as one whose name is too long.
+
+    Args:
+      file: the argument of `--json` or `--html`.
+      path: the same without symbolic links, except for links to themselves.
+    """
+    if file in ("", "-"):
+        raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+    if os.path.exists(file) or os.path.islink(path):
+        descriptor = os.open(file, os.O_WRONLY | os.O_NONBLOCK)
+        if not os.path.isfile(file):
+            _opened[file] = descriptor
+            return
+        os.close(descriptor)
+    with open(_partial(path), "w"):
+        pass
+    os.remove(_partial(path))
+
+
+def _partial(path: str) -> str:
+    return f"{path}.partial-{os.getpid()}"
 
 
 def _is_earlier(command: str, kind: str, path: str) -> bool:
@@ -174,23 +201,21 @@ def _is_earlier(command: str, kind: str, path: str) -> bool:
 
 
 def write_file(file: str, text: str) -> None:
-    """Writes a file; a regular one is replaced atomically, through symbolic links.
+    """Writes a checked output; a regular file is replaced atomically, through symbolic links.
 
     Raises:
       JaxmpError: if it cannot be written; an old file is then unchanged.
     """
     try:
-        if os.path.exists(file) and not os.path.isfile(file):
-            # A device or a FIFO; a FIFO that no process reads is an error.
-            descriptor = os.open(file, os.O_WRONLY | os.O_NONBLOCK)
+        descriptor = _opened.pop(file, None)
+        if descriptor is not None:
             os.set_blocking(descriptor, True)
             with open(descriptor, "w", encoding="utf-8") as stream:
                 stream.write(text)
             return
         path = os.path.realpath(file)
-        partial = f"{path}.partial-{os.getpid()}"
-        with open(partial, "w", encoding="utf-8") as stream:
+        with open(_partial(path), "w", encoding="utf-8") as stream:
             stream.write(text)
-        os.replace(partial, path)
+        os.replace(_partial(path), path)
     except OSError as error:
         raise JaxmpError(f"{file!r} cannot be written: {error.strerror}.") from None
