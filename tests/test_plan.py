@@ -175,12 +175,17 @@ def test_command(command, write, tmp_path):
     )
     plan = ["plan", f"{file}:make_step", "--recipes", "bf16,fp16", "--targets", "v100"]
     more = ["--batches", "2, 4", "--remat", "False, true", "--json", "plan.json"]
+    more += ["--price", "v100=3.6", "--rate", "v100/bf16=1000"]
     code, out, _ = command(*plan, *more)
     assert code == 0 and "Plan of make_step" in out
     report = PlanReport.from_json((tmp_path / "plan.json").read_text())
     assert {(row.batch, row.remat) for row in report.rows} == {
         (size, form) for size in (2, 4) for form in ("False", "True")
     }
+    # No program can be compiled for a V100.
+    missing = "not compiled, or no bound; name measured tokens per second: --rate v100/fp16=39000"
+    costs = {(row.cost, row.cost_from) for row in report.rows}
+    assert costs == {(1000.0, "measured"), (None, f"no cost: {missing}")}
     for wrong, message in (
         (["--remat", "maybe"], "--remat false,true"),
         (["--remat", ""], "remat=[False, True]"),

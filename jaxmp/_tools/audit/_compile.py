@@ -152,7 +152,7 @@ def compile_for(
         XLA cannot compile the program.
       MissingDependencyError: if neither the GPU nor XLA's GPU compiler is installed.
     """
-    mesh, chip = _mesh_of(traced), _core.get_target(target)
+    mesh, chip = mesh_of(traced), _core.get_target(target)
     count = 1 if mesh is None else mesh.size
     real = _real_devices(chip, mesh, count)
     devices = real or _described(chip, count)
@@ -259,7 +259,7 @@ def _described(chip: _core.Target, count: int) -> list[Any]:
 # ---------------------------------------------------------------------------
 
 
-def _mesh_of(traced: Traced) -> Any:
+def mesh_of(traced: Traced) -> Any:
     """Returns the mesh of the arguments, or the largest mesh of the program, or the current mesh.
 
     A mesh of one device counts, too, because that device is not the target.

@@ -18,9 +18,10 @@ from jaxmp import _core
 from jaxmp._policies._recipe import Recipe
 from jaxmp._tools.audit._audit import audit_program
 from jaxmp._tools.audit._auditor import PolicyContext
-from jaxmp._tools.audit._compile import compiling_for
+from jaxmp._tools.audit._compile import compiling_for, mesh_of
 from jaxmp._tools.audit._make_report import lacking_format
 from jaxmp._tools.audit._report import AuditReport
+from jaxmp._tools.audit._trace import trace
 from jaxmp._tools.memory import estimate_memory
 from jaxmp._tools.memory._cache import compiler_of, folder_of
 from jaxmp._tools.plan._bound import MEASURED, cost_of, error_of
@@ -36,11 +37,8 @@ _WARNED = ("off_policy_matmul", "missing_loss_scale")
 _MAX_BATCH, _FIRST_BATCH = 2**20, 8
 # Programs after which the search no longer trusts that memory grows linearly.
 _LINEAR = 6
-# Why a program with a bound has no cost.
-_NO_TOKENS = (
-    "no cost: the last argument has no integer array of two axes, the tokens; name measured tokens "
-    "per second: --rate h100/bf16=39000"
-)
+_NO_RATE = "; name measured tokens per second: --rate {}=39000"
+_NO_TOKENS = "the last argument has no integer array of two axes, the tokens"
 _UNITS = {"": 0, "K": 10, "M": 20, "G": 30, "T": 40}
 
 
@@ -103,7 +101,11 @@ class Candidate(NamedTuple):
         problem = f"{self.chip.uncompiled}; the memory is the upper end of the estimated range"
         # A program that only may fit does not count as one that fits.
         fits = estimate.fits if estimate.unknown else bool(estimate.fits)
-        return {"fits": fits, "memory": estimate.most, "problem": problem}
+        fields = {"fits": fits, "memory": estimate.most, "problem": problem}
+        with contextlib.suppress(AuditError):  # of several meshes
+            mesh = mesh_of(trace(step, args, {}))
+            fields["devices"] = 1 if mesh is None else mesh.size
+        return fields
 
     def _compiled(self, step: Any, *args: Any) -> dict[str, Any]:
         """Returns fields of the row of a compiled program."""
@@ -216,12 +218,14 @@ def relative(
                 error = error_of(row.target, row.narrow, MEASURED["cases"])
             interval = tuple(round(bound / factor, 4) for factor in error[::-1])
             changes = {"bound": round(bound, 4), "interval": interval}
-        timed = rates.get(f"{row.target}/{row.recipe}")
+        pair = f"{row.target}/{row.recipe}"
+        timed = rates.get(pair)
         rate = timed or (row.tokens / row.bound if row.bound else 0)
         if row.target in prices and rate and row.devices:
             changes["cost"] = round(prices[row.target] * row.devices / 3600 / rate * 1e9, 4)
             changes["cost_from"] = "measured" if timed else "bound"
         elif row.target in prices:
-            changes["cost_from"] = _NO_TOKENS if row.bound else "no cost: not compiled, or no bound"
+            reason = _NO_TOKENS if row.bound else "not compiled, or no bound"
+            changes["cost_from"] = f"no cost: {reason}" + _NO_RATE.format(pair) * (not timed)
         compared.append(dataclasses.replace(row, **changes))
     return compared

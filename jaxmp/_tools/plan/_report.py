@@ -39,7 +39,7 @@ class PlanRow:
       interval: the least and the largest value of the bound, by the errors of measured ratios;
         empty without a bound.
       narrow: True if most FLOPs are those of matmuls with a dimension below 4,096.
-      devices: number of devices of the program; 0 if it was not compiled.
+      devices: number of devices of the program; 0 if it is not known.
       hosts: number of hosts, or of other domains of links; 0 if it is not known.
       links: "within" and "between" hosts -> bytes per second of each device, in both directions.
       tokens: elements of the largest integer array of the last argument, with two axes or more.
@@ -150,7 +150,7 @@ class PlanReport(Report):
             (row.target, _name(row), "" if row.cost is None else f"{row.cost:,.2f}", row.cost_from)
             for row in priced
         ]
-        joined = (row for row in self.rows if row.devices > 1)
+        joined = (row for row in self.rows if row.devices > 1 and row.links)
         links = dict.fromkeys(
             (row.target, f"{row.devices} devices", f"{row.hosts} hosts" * (row.hosts > 1), *speeds)
             for row in joined
@@ -197,7 +197,7 @@ _COLUMNS: tuple[tuple[str, Callable[[PlanRow], str]], ...] = (
 
 def _state(row: PlanRow) -> str:
     """Returns what a program without a bound lacks."""
-    return "compiled without a bound" if row.devices else "not compiled"
+    return "compiled without a bound" if row.links else "not compiled"
 
 
 def _programs(rows: list[PlanRow]) -> str:
@@ -231,7 +231,7 @@ def recommend(target: str, baseline: str, rows: list[PlanRow]) -> PlanChoice:
     best = min(fitting, key=_value)
     base = min((row for row in fitting if row.recipe == baseline), key=_value, default=best)
     best = best if max(best.interval, default=_value(best)) < _value(base) else base
-    size = "memory" if best.devices else "estimate"
+    size = "memory" if best.links else "estimate"
     reasons = [] if best.bound else [f"The chip multiplies its formats, and the {size} fits."]
     if best is not base:
         ratio = _interval(*(value / _value(base) for value in (_value(best), *best.interval)))
