@@ -2112,6 +2112,11 @@ statistics: magnitudes of gradients contain the loss scale
 test_statistics.py::test_the_scale_of_the_step_is_taken_out
 """,
     "jaxmp/_tools/stats/_with_stats.py": r"""
+statistics: networks with the same modules share rows
+- if networks:
++ if False:
+test_statistics.py::test_networks_with_the_same_modules_have_rows_of_their_own
+
 statistics: gradients in float16 have no loss scale
 - self.scale if is_cotangent and self.name == FLOAT16 else
 test_statistics.py::test_the_errors_of_a_format_are_those_of_a_step_in_it

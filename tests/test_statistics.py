@@ -272,6 +272,35 @@ def test_linen_modules_have_their_paths():
     assert {"hidden:lhs", "out:output_grad"} <= set(tensors["operands"])
 
 
+@pytest.mark.parametrize("is_nnx", [False, True])
+def test_networks_with_the_same_modules_have_rows_of_their_own(is_nnx):
+    """The first network is called twice."""
+    wrap = jaxmp.load_recipe("fp32").wrap
+    call = (lambda model, x: model(x)) if is_nnx else Perceptron().apply
+    first, second = (
+        wrap(models_nnx.Perceptron(nnx.Rngs(n), 32))
+        if is_nnx
+        else Perceptron().init(jax.random.key(n), X)
+        for n in range(2)
+    )
+
+    def loss(first, second, x):
+        return jnp.mean(call(first, x) ** 2 + call(second, 2 * x) ** 2 - call(first, 3 * x) ** 2)
+
+    grad = (nnx if is_nnx else jax).grad(loss, argnums=(0, 1))
+    tensors = jaxmp.with_stats(grad)(first, second, X).tensors
+    names = ("args[0]", "args[1]") if is_nnx else ("first", "second")
+    modules = {f"{name}{module}" for name in names for module in ("", "/hidden", "/out")}
+    assert set(tensors["activations"]) == modules
+    largest = jnp.abs(X).max()
+    assert tensors["operands"][f"{names[1]}/hidden:lhs"].amax == 2 * largest
+    assert f"{names[1]}/hidden:lhs#2" not in tensors["operands"]
+    assert tensors["operands"][f"{names[0]}/hidden:lhs#2"].amax == 3 * largest
+    expected = [float(jnp.abs(x).max()) for x in jax.tree.leaves(grad(first, second, X)[1])]
+    rows = [x.amax for name, x in tensors["gradients"].items() if name.startswith(names[1])]
+    np.testing.assert_allclose(sorted(map(float, rows)), sorted(expected), rtol=1e-5)
+
+
 class Dropout(models_nnx.Perceptron):
     def __init__(self, rngs):
         super().__init__(rngs, 32)

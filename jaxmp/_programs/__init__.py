@@ -40,7 +40,7 @@ from jaxmp._programs._jaxprs import (
     with_parameters, without_unused,
 )
 from jaxmp._programs._locations import (
-    FULL_PRECISION, Lines, Location, Locations, call_site, module_of, root_of,
+    FULL_PRECISION, Lines, Location, Locations, call_site, model_call, module_of, root_of,
 )
 from jaxmp._programs._matmuls import (
     MATMULS, MX_MATMUL, Matmul, attention_flops, count_flops, is_inner_product, is_outer_product,

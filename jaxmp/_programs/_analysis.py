@@ -32,7 +32,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -339,16 +339,30 @@ class Backward:
 
 
 class ModuleOutputs:
-    """Consumers in the forward pass, and outputs of modules, of one jaxpr."""
+    """Consumers in the forward pass, and outputs of modules, of one jaxpr.
 
-    def __init__(self, jaxpr: AnyJaxpr, place: Location, used: Sequence[bool] | None) -> None:
+    Args:
+      jaxpr, place: the jaxpr and its location.
+      used: for each result, True if the forward pass uses it; None: all are used.
+      network_of: returns the name of an equation's network, where several have the same modules.
+    """
+
+    def __init__(
+        self,
+        jaxpr: AnyJaxpr,
+        place: Location,
+        used: Sequence[bool] | None,
+        network_of: Callable[[JaxprEqn], str] = lambda equation: "",
+    ) -> None:
         body, _ = _compat.jaxpr_body(jaxpr)
         located = [(each, place.of(each)) for each in equations(body, inside=False)]
-        self._forward = [(each, at.names) for each, at in located if at.phase == FORWARD]
+        self._forward = [
+            (each, (network_of(each), *at.names)) for each, at in located if at.phase == FORWARD
+        ]
         read = [(var, path) for each, path in self._forward for var in each.invars]
         used = [True] * len(body.outvars) if used is None else used
         returned = [(var, None) for var, is_used in zip(body.outvars, used, strict=True) if is_used]
-        # Variable -> scopes of its forward consumers; None if the jaxpr returns it.
+        # Variable -> networks and scopes of its forward consumers; None if the jaxpr returns it.
         self.consumers: dict[Atom, list[Path | None]] = {}
         for var, path in (*read, *returned):
             if not is_literal(var):
@@ -364,7 +378,7 @@ class ModuleOutputs:
         last: dict[Path, Atom] = {}
         for equation, path in self._forward:
             for var in filter(_is_activation, equation.outvars):
-                for length in range(outer + 1, len(path) + 1):
+                for length in range(outer + 2, len(path) + 1):
                     module = path[:length]
                     readers = self.consumers.get(var, ())
                     if any(each is None or each[:length] != module for each in readers):
@@ -372,7 +386,7 @@ class ModuleOutputs:
         variables: dict[Atom, list[Path]] = {}
         for module, var in sorted(last.items(), key=lambda item: -len(item[0])):
             if FULL_PRECISION not in module:
-                variables.setdefault(var, []).append(module)
+                variables.setdefault(var, []).append(module[1:])
         return variables
 
     def used_inside(self, equation: JaxprEqn, phase: str) -> list[bool] | None:

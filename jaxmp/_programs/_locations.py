@@ -156,6 +156,23 @@ def call_stack(equation: _jaxprs.Equation) -> tuple[tuple[CodeType, int], ...]:
     return tuple(_calls(equation))
 
 
+# Folders and files whose outermost frame calls a module.
+_MODULE_CALLS = ("/flax/linen/", "/jaxmp/_flax/_method_call.py")
+
+
+def model_call(equation: _jaxprs.Equation) -> tuple[tuple[CodeType, int], ...]:
+    """Returns the calls that enclose that of the model, whose gradients have the same ones.
+
+    Empty outside of models.
+    """
+    stack = call_stack(equation)
+    for count, (code, _) in enumerate(reversed(stack)):
+        file = code.co_filename.replace(os.sep, "/")
+        if any(part in file for part in _MODULE_CALLS):
+            return stack[len(stack) - count :]
+    return ()
+
+
 def _calls(equation: _jaxprs.Equation) -> Iterator[tuple[CodeType, int]]:
     traceback = equation.source_info.traceback
     frames = () if traceback is None else zip(*traceback.raw_frames(), strict=True)

@@ -33,6 +33,7 @@ class Key(NamedTuple):
     label: its role in the module, or its type.
     shape: its shape.
     at: position in the program, which distinguishes tensors that are equal in the fields before.
+    network: that of the module, where several have the same modules; otherwise "".
     """
 
     kind: str
@@ -40,6 +41,7 @@ class Key(NamedTuple):
     label: str
     shape: tuple[int, ...]
     at: tuple[Any, ...]
+    network: str = ""
 
 
 def modules_of(paths: Iterable[_jaxprs.Path]) -> Iterator[str]:
@@ -68,13 +70,19 @@ class Inside:
     Args:
       jaxpr: the jaxpr.
       start: its location; the state is that which `entered` returned for the equation around it.
+      network_of: the network of an equation; None if the program has one.
     """
 
-    def __init__(self, jaxpr: AnyJaxpr, start: Start) -> None:
+    def __init__(
+        self,
+        jaxpr: AnyJaxpr,
+        start: Start,
+        network_of: Callable[[JaxprEqn], str] | None = None,
+    ) -> None:
         body, _ = _compat.jaxpr_body(jaxpr)
         place, outer = start.place, start.state or _Outer()
         self.at = (*outer.at, id(body))
-        self.outputs = _analysis.ModuleOutputs(jaxpr, place, outer.used)
+        self.outputs = _analysis.ModuleOutputs(jaxpr, place, outer.used, network_of)
         phases = [place.of(each).phase for each in _jaxprs.equations(body, inside=False)]
         self.gradients = _analysis.gradients_of(body, phases, place.phase)
         cotangents = itertools.compress(body.invars, outer.cotangents)
@@ -108,12 +116,18 @@ class Observer(Interpreter):
     # True for a client that reads only the outputs of modules.
     only_outputs = False
 
+    def network_of(self, equation: JaxprEqn) -> str:
+        """Returns the network of an equation, where several have the same modules."""
+        return ""
+
     def run(self, jaxpr: Any, args: Sequence[Any], start: Start = PROGRAM) -> list[Any]:
-        return super().run(jaxpr, args, start._replace(state=Inside(jaxpr, start)))
+        inside = Inside(jaxpr, start, self.network_of)
+        return super().run(jaxpr, args, start._replace(state=inside))
 
     def equation(self, equation: JaxprEqn, operands: list[Any], frame: Frame) -> list[Any]:
         inside, place, name = frame.state, frame.place.of(equation), equation.primitive.name
         at = (*inside.at, frame.index)
+        own = Key("", place.names, "", (), at, self.network_of(equation))
         if self.only_outputs and place.phase != _jaxprs.FORWARD:
             return self.bound(equation, operands)
         called = _operations.name_of(equation)
@@ -122,7 +136,7 @@ class Observer(Interpreter):
         if role and operands and not self.only_outputs:
             results = self.bound(equation, operands)
             if place.phase != _jaxprs.RECOMPUTE:
-                self._quantized(operands[0], results, Key(OPERANDS, place.names, role, (), at))
+                self._quantized(operands[0], results, own._replace(kind=OPERANDS, label=role))
             return results
         if name in (*DOTS, *_KERNELS) and not self.only_outputs:
             for n, (var, x) in enumerate(zip(equation.invars, operands, strict=True)):
@@ -130,19 +144,17 @@ class Observer(Interpreter):
                 label = label if place.phase == _jaxprs.FORWARD else "output_grad"
                 # Operands of a matmul that is computed again are left out.
                 if place.phase == _jaxprs.FORWARD or inside.is_cotangent(var):
-                    self._measure(inside, OPERANDS, (place.names, label), var, x, at)
+                    self._measure(inside, own._replace(kind=OPERANDS, label=label), var, x)
         entered = inside.entered(equation, place.phase, frame.index)
         results = self.enter(equation, operands, frame, entered)
         for var, x in zip(equation.outvars, results, strict=True):
             for path in inside.outputs.last.get(var, ()):
-                self._measure(inside, ACTIVATIONS, (path, ""), var, x, at)
+                self._measure(inside, own._replace(kind=ACTIVATIONS, path=path), var, x)
             if var in inside.gradients and not self.only_outputs:
-                self._measure(inside, GRADIENTS, (place.names, ""), var, x, at)
+                self._measure(inside, own._replace(kind=GRADIENTS), var, x)
         return results
 
-    def _measure(
-        self, inside: Any, kind: str, name: Any, var: _jaxprs.Atom, x: Any, at: Any
-    ) -> None:
+    def _measure(self, inside: Any, key: Key, var: _jaxprs.Atom, x: Any) -> None:
         # FP8 operands have been measured before their quantization.
         if (
             _jaxprs.is_literal(var)
@@ -152,7 +164,8 @@ class Observer(Interpreter):
             return
         if var not in inside.measured:
             inside.measured[var] = self.measure(x)
-        self.side[Key(kind, name[0], name[1], x.shape, (*at, name[1]))] = inside.measured[var]
+        key = key._replace(shape=x.shape, at=(*key.at, key.label))
+        self.side[key] = inside.measured[var]
 
     def _quantized(self, x: Array, results: list[Array], key: Key) -> None:
         """Measures an operand with the scales of its FP8 copies, and these scales."""

@@ -75,15 +75,17 @@ class Traced:
 
     def texts(self) -> list[str]:
         """Returns each array as code, such as `batch['x']`."""
-        return [self._text(*leaf.path[1:]) for leaf in self.leaves]
+        return [self.text_of(leaf.path[1:]) for leaf in self.leaves]
 
-    def _text(self, first: Any, *rest: Any) -> str:
+    def text_of(self, path: _roles.KeyPath) -> str:
+        """Returns an argument, or a part of it, as code."""
+        first, *rest = path
         position = getattr(first, "idx", None)
         if position is None:
             name = str(getattr(first, "key", first))
         else:
             name = self.names[position] if position < len(self.names) else f"args[{position}]"
-        return name + jtu.keystr(rest)
+        return name + jtu.keystr(tuple(rest))
 
     def rule_path(self, number: int) -> str:
         """Returns the path by which rules address a parameter."""
@@ -112,7 +114,7 @@ class Traced:
             if is_input and _core.dtype_of(leaf.value) == _core.FLOAT32:
                 # The first key distinguishes positional from keyword arguments.
                 first, *rest = leaf.path[1:]
-                names = [self._text(first), *_core.path_names(tuple(rest))]
+                names = [self.text_of((first,)), *_core.path_names(tuple(rest))]
                 name = [each for each in names if not each.isdigit()][-1]
                 inputs.append((FloatInput(name, jtu.keystr(leaf.path[1:])), var))
         return inputs

@@ -19,7 +19,7 @@ from jaxmp import _core, _programs
 from jaxmp._core._compat import AnyJaxpr
 from jaxmp._policies import _op_table
 from jaxmp._tools.audit import _trace
-from jaxmp._tools.stats import _measure, _report
+from jaxmp._tools.stats import _measure, _networks, _report
 from jaxmp._tools.stats._measure import clipped
 from jaxmp.errors import AuditError
 from jaxmp.fp8 import _operands
@@ -146,6 +146,7 @@ class _Program:
 
     def __init__(self, traced: _trace.Traced) -> None:
         self.traced, self.names, self.roles = traced, traced.texts(), traced.roles()
+        self.networks = _networks.networks_of(traced)
         # The modules of `samples` in the order of the forward pass.
         self.modules: tuple[str, ...] = ()
         # XLA must not leave out roundings.
@@ -156,8 +157,7 @@ class _Program:
         self.sampled = compiled(self.samples, static_argnums=1)
 
     def __call__(self, arrays: list[Any]) -> TrainingStats:
-        observer = _programs.Observer()
-        observer.measure = _measure.measure_tensor
+        observer = self._observer(_measure.measure_tensor)
         results = observer.run(self.traced.closed, arrays)
         rows: dict[str, dict[str, _measure.TensorStats]] = {}
         counts: collections.Counter[tuple[str, str]] = collections.Counter()
@@ -187,8 +187,7 @@ class _Program:
     def samples(self, arrays: list[Any], name: str, scale: _core.Array) -> Samples:
         """Returns samples of the gradients and outputs of each module in a format."""
         emulation = Emulation(name, scale)
-        sampler = _programs.Observer()
-        sampler.measure = lambda x, *_: _core.sampled(x)
+        sampler = self._observer(lambda x, *_: _core.sampled(x))
         sampler.run(*emulation.traced(self.traced.closed, arrays))
         samples: Samples = {}
         for key, module, sample in self._by_module(sampler):
@@ -211,7 +210,15 @@ class _Program:
         modules = _programs.modules_of(key.path for key in observer.side)
         for (key, measured), module in zip(observer.side.items(), modules, strict=True):
             if key.kind != _programs.GRADIENTS or key.shape not in of_fp8 - of_parameters:
-                yield key, module, measured
+                yield key, "/".join(filter(None, (key.network, module))), measured
+
+    def _observer(self, measure: Callable[..., Any]) -> _programs.Observer:
+        """Returns an observer that distinguishes networks with the same modules."""
+        observer, networks = _programs.Observer(), self.networks
+        observer.measure = measure
+        if networks:
+            observer.network_of = lambda each: networks.get(_programs.model_call(each), "")
+        return observer
 
     def _of_role(self, *roles: str) -> list[int]:
         """Returns the numbers of the floating-point arrays with one of these roles."""
@@ -228,8 +235,9 @@ class _Program:
         """Returns the parameter of a gradient; its module and shape if they fit several ones."""
         arrays = self.traced.arrays
         numbers = [n for n in self._of_role(_roles.PARAMETER) if arrays[n].shape == key.shape]
-        fitting = [self.names[n] for n in numbers]
-        parts = [part for part in module.split("/") if part]
+        is_own = re.compile(rf"{re.escape(key.network)}(\W|\Z)" if key.network else "").match
+        fitting = list(filter(is_own, (self.names[n] for n in numbers)))
+        parts = [part for part in module.removeprefix(key.network).split("/") if part]
         named = [n for n in fitting if all(re.search(rf"\b{re.escape(p)}\b", n) for p in parts)]
         unique = named if len(named) == 1 else fitting
         return unique[0] if len(unique) == 1 else f"{module}[{','.join(map(str, key.shape))}]"
