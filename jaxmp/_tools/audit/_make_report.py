@@ -325,14 +325,10 @@ def _with_patterns(findings: list[Finding], modules: set[str]) -> list[Finding]:
       findings: the findings, of which each has the rule of its own module.
       modules: the paths of all modules.
     """
-
-    def key_of(finding: Finding) -> tuple[str, ...]:
-        check, file, line, severity, module = _place(finding)
-        fix = _RULE_PATH.sub(lambda path: _section.numberless(path[0]), finding.fix)
-        return check, file, line, severity, _section.numberless(module), fix
-
+    numberless = lambda path: _section.numberless(path[0])
+    alike = lambda f: (*_place(f)[:4], _RULE_PATH.sub(numberless, f.fix))
     fixes = {finding: finding.fix for finding in findings}
-    for group in _section.grouped(findings, key_of).values():
+    for group in _section.grouped(findings, alike).values():
         paths = zip(*(_RULE_PATH.findall(finding.fix) for finding in group), strict=True)
         patterns = iter([_pattern_of(set(column), modules) for column in paths])
         fix = _RULE_PATH.sub(lambda _, patterns=patterns: next(patterns), group[0].fix)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import collections
 from typing import Any
 
 from jaxmp import _core, _programs
 from jaxmp._core._compat import JaxprEqn
 from jaxmp._tools.audit import _trace
-from jaxmp._tools.report import _section
 
 
 class _Reads(_programs.Forward):
@@ -41,20 +41,15 @@ def networks_of(traced: _trace.Traced) -> dict[Any, str]:
     reads = _Reads()
     reads.run(traced.closed, range(len(traced.leaves)))
     modules = list(_programs.modules_of(names for _, names, _ in reads.found))
-    rows = [
-        (call, module, _network(traced, number, module))
-        for (call, _, number), module in zip(reads.found, modules, strict=True)
-    ]
-    rows = [row for row in rows if row[2]]
-    sharing = (
-        {network for *_, network in group}
-        for group in _section.grouped(rows, lambda row: row[1]).values()
-    )
-    shared = set[str]().union(*(each for each in sharing if len(each) > 1))
-    calls = _section.grouped(rows, lambda row: row[0])
-    named = {call: {network for *_, network in group} for call, group in calls.items()}
+    of_modules = collections.defaultdict[str, set[str]](set)
+    of_calls = collections.defaultdict[Any, set[str]](set)
+    for (call, _, number), module in zip(reads.found, modules, strict=True):
+        if network := _network(traced, number, module):
+            of_modules[module].add(network)
+            of_calls[call].add(network)
+    shared = set[str]().union(*(own for own in of_modules.values() if len(own) > 1))
     # One line may call two networks, as in a loop.
-    return {call: min(own) for call, own in named.items() if len(own) == 1 and own <= shared}
+    return {call: min(own) for call, own in of_calls.items() if len(own) == 1 and own <= shared}
 
 
 def _network(traced: _trace.Traced, number: int, module: str) -> str:

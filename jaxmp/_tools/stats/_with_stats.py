@@ -83,6 +83,10 @@ def with_stats(
     microbatches are included. In a loop and in a `shard_map`, they have a first axis with one
     element per iteration or device; of a while loop, the last iteration is measured.
 
+    The rows of networks with the same modules begin with the argument that has their parameters,
+    such as `generator/Dense_0:lhs`. Networks that one line calls, as in a loop, share their rows,
+    and so do models of Flax NNX without a recipe.
+
     Args:
       step: a function of pytrees of arrays that computes gradients. It may be jitted, and may be a
         function of NNX modules, which are not changed.
