@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import tomllib
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,11 +14,12 @@ import numpy as np
 from jaxmp import _core
 from jaxmp._core import Target
 from jaxmp._tools.audit import _hlo_collectives, _hlo_matmuls
-from jaxmp._tools.audit._compile import Compiled
+from jaxmp._tools.audit._compile import Compiled, mesh_of
 from jaxmp._tools.audit._hlo import Instruction, Program, Step
 from jaxmp._tools.audit._hlo_kernels import accessed, kernels
 from jaxmp._tools.audit._hlo_stats import fused_attention
-from jaxmp.errors import TargetError
+from jaxmp._tools.audit._trace import trace
+from jaxmp.errors import AuditError, TargetError
 
 # Seconds to start a kernel, and seconds on a TPU, whose program starts them itself.
 _LAUNCH = {"gpu": 2e-6, "tpu": 1e-6}
@@ -27,6 +28,15 @@ _WIDE = 4096
 # The shares of the peaks that chips reach, and the measured ratios of recipes, which
 # `python benchmarks/plan_checks.py calibrate` writes.
 MEASURED = tomllib.loads(Path(__file__).with_name("measured.toml").read_text("utf-8"))
+
+
+def count_devices(step: Callable[..., Any], args: tuple[Any, ...]) -> int:
+    """Returns the number of devices of a step; 0 if its arguments are on several meshes."""
+    try:
+        mesh = mesh_of(trace(step, args, {}))
+    except AuditError:
+        return 0
+    return 1 if mesh is None else mesh.size
 
 
 def shares_of(chip: Target) -> dict[str, Any]:

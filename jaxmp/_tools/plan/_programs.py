@@ -18,13 +18,12 @@ from jaxmp import _core
 from jaxmp._policies._recipe import Recipe
 from jaxmp._tools.audit._audit import audit_program
 from jaxmp._tools.audit._auditor import PolicyContext
-from jaxmp._tools.audit._compile import compiling_for, mesh_of
+from jaxmp._tools.audit._compile import compiling_for
 from jaxmp._tools.audit._make_report import lacking_format
 from jaxmp._tools.audit._report import AuditReport
-from jaxmp._tools.audit._trace import trace
 from jaxmp._tools.memory import estimate_memory
 from jaxmp._tools.memory._cache import compiler_of, folder_of
-from jaxmp._tools.plan._bound import MEASURED, cost_of, error_of
+from jaxmp._tools.plan._bound import MEASURED, cost_of, count_devices, error_of
 from jaxmp._tools.plan._report import PlanRow
 from jaxmp._tools.report import _section
 from jaxmp.errors import AuditError, JaxmpError, RecipeWarning, TargetError
@@ -101,11 +100,8 @@ class Candidate(NamedTuple):
         problem = f"{self.chip.uncompiled}; the memory is the upper end of the estimated range"
         # A program that only may fit does not count as one that fits.
         fits = estimate.fits if estimate.unknown else bool(estimate.fits)
-        fields = {"fits": fits, "memory": estimate.most, "problem": problem}
-        with contextlib.suppress(AuditError):  # of several meshes
-            mesh = mesh_of(trace(step, args, {}))
-            fields["devices"] = 1 if mesh is None else mesh.size
-        return fields
+        devices = count_devices(step, args)
+        return {"fits": fits, "memory": estimate.most, "problem": problem, "devices": devices}
 
     def _compiled(self, step: Any, *args: Any) -> dict[str, Any]:
         """Returns fields of the row of a compiled program."""
