@@ -1716,7 +1716,7 @@ a page of another command is replaced
 test_cli_inputs.py::test_results_replace_earlier_ones_alone
 
 a link to itself is replaced by a file
--  and not os.path.islink(path)
+-  or os.path.islink(path)
 test_cli_inputs.py::test_a_bad_input_is_one_message_and_overwrites_nothing
 """,
     "jaxmp/_tools/cli/_script.py": r"""
