@@ -221,7 +221,7 @@ class _Program:
         observer, networks = _programs.Observer(), self.networks
         observer.measure = measure
         if networks:
-            observer.network_of = lambda each: networks.get(_programs.model_call(each), "")
+            observer.network_of = lambda equation: networks.get(_programs.model_call(equation), "")
         return observer
 
     def _of_role(self, *roles: str) -> list[int]:
