@@ -70,14 +70,14 @@ class Inside:
     Args:
       jaxpr: the jaxpr.
       start: its location; the state is that which `entered` returned for the equation around it.
-      network_of: the network of an equation; None if the program has one.
+      network_of: as that of `ModuleOutputs`.
     """
 
     def __init__(
         self,
         jaxpr: AnyJaxpr,
         start: Start,
-        network_of: Callable[[JaxprEqn], str] | None = None,
+        network_of: Callable[[JaxprEqn], str] = lambda equation: "",
     ) -> None:
         body, _ = _compat.jaxpr_body(jaxpr)
         place, outer = start.place, start.state or _Outer()
