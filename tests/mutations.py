@@ -1905,19 +1905,44 @@ an unrolled loop is estimated as one kernel
 test_memory.py::test_an_unrolled_loop_is_a_program_of_its_iterations
 
 a transposed convolution is estimated to read its operand without zeros
-- if shape and not operands[1].is_reversed:
+- if shape and operands[1].name != "rev":
 + if False:
 test_memory.py::test_transposed_convolutions_write_their_operand_with_zeros
 
 the gradient of a kernel is estimated to be a transposed convolution
-- if shape and not operands[1].is_reversed:
-+ if "conv" in name and not operands[1].is_reversed:
+- if shape and operands[1].name != "rev":
++ if "conv" in name and operands[1].name != "rev":
 test_memory.py::test_transposed_convolutions_write_their_operand_with_zeros
 
 each reader is estimated to compute a tanh again
-- elif array.first_reader < kernel:
-+ elif False:
+- if array.name not in _LONG and
++ if
 test_memory.py::test_a_long_operation_is_computed_once
+
+each reader is estimated to compute a sum of arrays again
+- and read <= _LARGER * array.bytes
++ and read
+test_memory.py::test_sums_are_written_and_their_terms_freed_in_a_network_without_gradients
+
+kernels are estimated to write into larger operands
+- if array.bytes in sizes}
++ if sizes}
+test_memory.py::test_a_kernel_writes_into_an_operand_of_the_same_size_only
+
+zeros into which an array is scattered are estimated to exist beside its sum
+- if name in _SUMS and operand.is_scattered:
++ if False:
+test_memory.py::test_scattered_gradients_of_a_similarity_matrix_are_one_array
+
+loops are estimated to read transposed arguments in place
+- if name == "transpose" and operands[0] in self._arguments:
++ if False:
+test_memory.py::test_loops_and_no_matmuls_read_copies_of_transposed_arguments
+
+matmuls are estimated to copy transposed arguments
+- if each.sources and each.name == "transpose" else
++ if False else
+test_memory.py::test_loops_and_no_matmuls_read_copies_of_transposed_arguments
 
 kernels are estimated to write into the result of a matmul
 - for each in self._kernels if each.is_library for

@@ -2,10 +2,10 @@
 
 Matmuls, convolutions, loops, reductions and library calls are kernels, which write their results
 into memory in the order of the program. Another operation is computed in the kernels that read it,
-or, as `exp` and `tanh`, in the first of them, which writes its result for the others. A library
-reads its operands from memory, into which a kernel writes them before. An array occupies memory
-from its kernel to its last reader. XLA decides more than that: the measured errors are in
-`errors.toml`.
+or in the first of them, which writes its result for the others if that is long to compute, or
+smaller than what it is computed from. A library reads its operands from memory, into which a kernel
+writes them before. An array occupies memory from its kernel to its last reader. XLA decides more
+than that: the measured errors are in `errors.toml`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import collections
 import copy
 import itertools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
@@ -41,9 +41,12 @@ _PLACEMENTS = ("reshard", "sharding_constraint")
 # collectives.
 _COMPUTES = ("reduce", "arg", "scatter", "cum", "dynamic_update_slice", "concatenate")
 _KERNELS = (*_COMPUTES, "all_", "ppermute", "psum")
-# Operations of many instructions, which no second kernel computes again. XLA would compute a
-# `logistic` again.
-_LONG = ("tanh", "erf", "erfc", "exp")
+# Operations of many instructions, which no second kernel computes again. XLA would compute `exp`
+# and `logistic` again.
+_LONG = ("tanh", "erf", "erfc")
+# Nor does a second kernel compute an array again for which it reads this multiple of its bytes.
+_LARGER = 1.5
+_SUMS = ("add", "add_any")
 # Primitives besides matmuls with one result that libraries compute, which read their operands from
 # memory.
 _LIBRARY = ("cholesky", "custom_call", "fft", "pallas_call", "sort", "triangular_solve")
@@ -77,13 +80,15 @@ class _Array:
       size: bytes on each device.
       axes: those of tensor parallelism that divide it.
       sources: None for an array in memory; otherwise the arrays from which its readers compute it.
+      name: the operation that computes it.
     """
 
-    def __init__(self, size: int, axes: Axes, sources: Sequence[_Array] | None = None) -> None:
-        self.bytes, self.axes, self.sources = size, axes, sources
-        # Whether only the first kernel that reads it computes it, and the number of that kernel.
-        self.is_long, self.first_reader = False, -1
-        self.is_reversed = False
+    def __init__(
+        self, size: int, axes: Axes, sources: Sequence[_Array] | None = None, name: str = ""
+    ) -> None:
+        self.bytes, self.axes, self.sources, self.name = size, axes, sources, name
+        self.first_reader = -1  # number of the first kernel that reads it
+        self.is_scattered = False  # into zeros, or a sum with such an array
 
 
 class _Kernel(NamedTuple):
@@ -147,6 +152,9 @@ class Liveness(_programs.Forward):
             return analysis.enter(equation, operands, frame)
         axes = [self._axes_of_result(equation, operands)] * len(equation.outvars)
         below = 0  # bytes that the jaxprs inside require
+        if name == "transpose" and operands[0] in self._arguments:
+            # XLA chooses the layouts of other arrays.
+            return [_Array(operands[0].bytes, operands[0].axes, operands, name)]
         if name in _VIEWS or (name in _PLACEMENTS and axes[0] == operands[0].axes):
             return operands
         for inner in inside:
@@ -154,7 +162,7 @@ class Liveness(_programs.Forward):
             axes = axes_inside if len(axes_inside) == len(axes) else axes
             below = max(below, size)
         shape = _programs.upsampled_shape(equation)
-        if shape and not operands[1].is_reversed:
+        if shape and operands[1].name != "rev":
             # A kernel writes the operand with the zeros between its elements. If the weights are
             # reversed, as in a gradient, XLA calls the gradient of cuDNN instead.
             padded = jax.ShapeDtypeStruct(shape, equation.invars[0].aval.dtype)
@@ -163,39 +171,55 @@ class Liveness(_programs.Forward):
         is_matmul = name in _programs.MATMULS
         is_summed = not is_apart and not is_matmul
         rows = zip(equation.outvars, axes, strict=True)
-        results = [_Array(self._size(var.aval, each, is_summed), each) for var, each in rows]
+        results = [
+            _Array(self._size(var.aval, each, is_summed), each, name=name) for var, each in rows
+        ]
         is_library = is_apart or is_matmul or name in _LIBRARY or "attention" in name
-        for operand in operands if is_library else ():
-            # XLA makes constants, such as the zeros of a sum, in place.
-            reads = self._reads([operand]) if operand.sources else None
-            if reads:
-                self._kernels.append(_Kernel(reads, [operand]))
-                operand.sources = None
+        if is_matmul:
+            operands = [
+                each.sources[0] if each.sources and each.name == "transpose" else each
+                for each in operands
+            ]
+        for operand in operands:
+            if name in _SUMS and operand.is_scattered:
+                # XLA scatters into the other operand of the sum instead of zeros.
+                operand.bytes *= operand.sources is not None
+                results[0].is_scattered = True
+            elif operand.sources and (is_library or operand.is_scattered):
+                reads = self._reads([operand])
+                # XLA makes constants, such as the zeros of a sum, in place.
+                if reads:
+                    self._kernels.append(_Kernel(reads, [operand]))
+                    operand.sources = None
+        if name.startswith("scatter"):
+            results[0].is_scattered = not self._reads(operands[:1])
         if is_library or len(results) != 1 or name.startswith(_KERNELS):
             self._kernels.append(_Kernel(self._reads(operands), results, is_library, below))
         else:
-            results[0].sources, results[0].is_long = operands, name in _LONG
-            results[0].is_reversed = name == "rev"
+            results[0].sources = operands
         return results
 
     def _reads(self, arrays: Iterable[_Array]) -> set[_Array]:
-        """Returns the arrays in memory that the next kernel reads to compute some arrays.
+        """Returns the arrays in memory that the next kernel reads to compute some arrays."""
+        while any([self._is_written_now(array) for array in _sources(arrays)]):
+            pass
+        return {array for array in _sources(arrays) if array.sources is None}
 
-        An earlier kernel writes those that it has computed and that no kernel computes again.
+    def _is_written_now(self, array: _Array) -> bool:
+        """Lets an earlier kernel write an array that the next would otherwise compute again.
+
+        It is then smaller than what kernels read to compute it, or long to compute.
         """
-        known, waiting, kernel = set[_Array](), list(arrays), len(self._kernels)
-        while waiting:
-            array = waiting.pop()
-            if array.is_long and array.sources is not None:
-                if array.first_reader < 0:
-                    array.first_reader = kernel
-                elif array.first_reader < kernel:
-                    self._kernels[array.first_reader].writes.append(array)
-                    array.sources = None
-            if array not in known:
-                known.add(array)
-                waiting += array.sources or ()
-        return {array for array in known if array.sources is None}
+        if array.first_reader < 0:
+            array.first_reader = len(self._kernels)
+        if array.sources is None or array.first_reader == len(self._kernels):
+            return False
+        read = sum(each.bytes for each in _sources(array.sources) if each.sources is None)
+        if array.name not in _LONG and read <= _LARGER * array.bytes:
+            return False
+        self._kernels[array.first_reader].writes.append(array)
+        array.sources = None
+        return True
 
     def _on_shards(self) -> Liveness:
         """Returns an analysis of a `shard_map`, whose arrays are parts already."""
@@ -269,14 +293,15 @@ class Liveness(_programs.Forward):
         reads_of_results = [self._reads([result]) for result in results]
         first = {array: n for n, each in enumerate(self._kernels) for array in each.writes}
         library = {array for each in self._kernels if each.is_library for array in each.writes}
-        # A kernel other than a library call writes into the memory of an operand that nothing else
-        # reads, so that the operand exists until the kernel before, unless it is the result of a
-        # library call, which XLA allocates with the workspace. A result without a kernel is
-        # computed as soon as its operands exist.
+        # A kernel other than a library call writes into the memory of an operand of the same size
+        # that nothing else reads, so that the operand exists until the kernel before, unless it is
+        # the result of a library call, which XLA allocates with the workspace. A result without a
+        # kernel is computed as soon as its operands exist.
         readers = []
         for n, each in enumerate(self._kernels):
-            readers.append((each.reads & library, n))
-            readers.append((each.reads - library, n - (not each.is_library)))
+            sizes = set() if each.is_library else {array.bytes for array in each.writes}
+            replaced = {array for array in each.reads - library if array.bytes in sizes}
+            readers += [(replaced, n - 1), (each.reads - replaced, n)]
         for reads in reads_of_results:
             readers.append((reads, max((first.get(array, 0) for array in reads), default=0)))
         last = dict(first)
@@ -288,6 +313,17 @@ class Liveness(_programs.Forward):
             changes[last[array] + 1] -= array.bytes
         totals = zip(itertools.accumulate(changes), self._kernels, strict=False)
         return max((total + kernel.inside for total, kernel in totals), default=0)
+
+
+def _sources(arrays: Iterable[_Array]) -> Iterator[_Array]:
+    """Yields arrays and all from which a kernel computes them."""
+    known, waiting = set[_Array](), list(arrays)
+    while waiting:
+        array = waiting.pop()
+        if array not in known:
+            known.add(array)
+            yield array
+            waiting += array.sources or ()
 
 
 def _axes_of(sharding: NamedSharding | None) -> frozenset[str]:
