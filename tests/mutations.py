@@ -1927,7 +1927,7 @@ test_memory.py::test_sums_are_written_and_their_terms_freed_in_a_network_without
 kernels are estimated to write into larger operands
 - if array.bytes in sizes}
 + if sizes}
-test_memory.py::test_a_kernel_writes_into_an_operand_of_the_same_size_only
+test_memory.py::test_results_of_library_calls_and_larger_operands_are_not_overwritten
 
 zeros into which an array is scattered are estimated to exist beside its sum
 - if name in _SUMS and operand.is_scattered:
@@ -1940,14 +1940,14 @@ loops are estimated to read transposed arguments in place
 test_memory.py::test_loops_and_no_matmuls_read_copies_of_transposed_arguments
 
 matmuls are estimated to copy transposed arguments
-- if each.sources and each.name == "transpose" else
-+ if False else
+- if reads and not (is_matmul and operand.name == "transpose"):
++ if reads:
 test_memory.py::test_loops_and_no_matmuls_read_copies_of_transposed_arguments
 
 kernels are estimated to write into the result of a matmul
 - for each in self._kernels if each.is_library for
 + for each in () for
-test_memory.py::test_results_of_library_calls_are_not_overwritten
+test_memory.py::test_results_of_library_calls_and_larger_operands_are_not_overwritten
 """,
     "jaxmp/_tools/nonfinite/_causes.py": r"""
 locate: a run in FP32 does not change the cause

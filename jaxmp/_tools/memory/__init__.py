@@ -40,10 +40,9 @@ _MEANING = {
     "temporary": "gradients, activations, working copies and workspaces",
     "results": "that do not replace donated arguments",
 }
-KINDS = tuple(_MEANING)
 # Bytes of temporary memory that cuBLAS uses on an H100, however small the matmuls are.
 _WORKSPACE = 2**25
-STATE = KINDS[:5]
+STATE = tuple(_MEANING)[:5]
 # "one" or "several" devices -> the measured range of XLA's temporary memory relative to the
 # estimate, which `python benchmarks/memory_estimates.py --calibrate` writes.
 ERRORS = tomllib.loads(Path(__file__).with_name("errors.toml").read_text("utf-8"))
@@ -238,7 +237,7 @@ def estimate_memory(
         memory=chip.memory if chip else 0,
         preallocates=chip is not None and chip.preallocates,
         share=share,
-        kinds={kind: kinds[kind] for kind in KINDS if kinds[kind] or kind == KINDS[0]},
+        kinds={kind: kinds[kind] for kind in _MEANING if kinds[kind] or kind == STATE[0]},
         **fields,
     )
 

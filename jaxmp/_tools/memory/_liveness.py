@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import collections
 import copy
+import dataclasses
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
@@ -73,22 +74,25 @@ class ShardedArgument(NamedTuple):
         return _bytes_of(self.array) // self.parts
 
 
+@dataclasses.dataclass(eq=False)
 class _Array:
     """An array of a program.
 
     Args:
-      size: bytes on each device.
+      bytes: its bytes on each device.
       axes: those of tensor parallelism that divide it.
       sources: None for an array in memory; otherwise the arrays from which its readers compute it.
       name: the operation that computes it.
+      first_reader: number of the first kernel that reads it.
+      is_scattered: whether it was scattered into zeros, or is a sum with such an array.
     """
 
-    def __init__(
-        self, size: int, axes: Axes, sources: Sequence[_Array] | None = None, name: str = ""
-    ) -> None:
-        self.bytes, self.axes, self.sources, self.name = size, axes, sources, name
-        self.first_reader = -1  # number of the first kernel that reads it
-        self.is_scattered = False  # into zeros, or a sum with such an array
+    bytes: int
+    axes: Axes
+    sources: Sequence[_Array] | None = None
+    name: str = ""
+    first_reader: int = -1
+    is_scattered: bool = False
 
 
 class _Kernel(NamedTuple):
@@ -175,11 +179,6 @@ class Liveness(_programs.Forward):
             _Array(self._size(var.aval, each, is_summed), each, name=name) for var, each in rows
         ]
         is_library = is_apart or is_matmul or name in _LIBRARY or "attention" in name
-        if is_matmul:
-            operands = [
-                each.sources[0] if each.sources and each.name == "transpose" else each
-                for each in operands
-            ]
         for operand in operands:
             if name in _SUMS and operand.is_scattered:
                 # XLA scatters into the other operand of the sum instead of zeros.
@@ -188,7 +187,7 @@ class Liveness(_programs.Forward):
             elif operand.sources and (is_library or operand.is_scattered):
                 reads = self._reads([operand])
                 # XLA makes constants, such as the zeros of a sum, in place.
-                if reads:
+                if reads and not (is_matmul and operand.name == "transpose"):
                     self._kernels.append(_Kernel(reads, [operand]))
                     operand.sources = None
         if name.startswith("scatter"):

@@ -38,7 +38,6 @@ _MAX_BATCH, _FIRST_BATCH = 2**20, 8
 _LINEAR = 6
 _NO_RATE = "; name measured tokens per second: --rate {}=39000"
 _NO_TOKENS = "the last argument has no integer array of two axes, the tokens"
-_UNITS = {"": 0, "K": 10, "M": 20, "G": 30, "T": 40}
 
 
 @contextlib.contextmanager
@@ -165,7 +164,7 @@ def _failed(error: JaxmpError) -> dict[str, Any]:
     need = re.search(r"does not fit .* requires ([\d.]+)([KMGT]?)", problem)
     if need is None or not isinstance(error, TargetError):
         return {"problem": problem}
-    return {"fits": False, "memory": int(float(need[1]) * 2 ** _UNITS[need[2]])}
+    return {"fits": False, "memory": int(float(need[1]) * 1024 ** " KMGT".index(need[2] or " "))}
 
 
 def _interpolated(first: PlanRow, second: PlanRow, limit: int) -> int:
