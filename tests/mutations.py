@@ -713,7 +713,7 @@ test_hints.py::test_a_recipe_that_was_not_applied_is_said_without_float16_too
 a teacher in float16 must have a loss scale
 - if not traces_of(inputs) <= loss.outer:
 + if True:
-test_hints.py::test_a_teacher_in_float16_warns_only_if_the_gradient_passes_through_it
+test_hints.py::test_the_teacher_of_a_student_in_float16_is_not_named
 """,
     "jaxmp/_gradients/_loss_scale.py": r"""
 the minimum scale is lost when a loss scale is flattened
@@ -1470,8 +1470,8 @@ the audit takes the gates of a recurrent layer for a decayed sum
 test_audit_plants.py::test_linear_recurrences
 
 rows that iterations of a loop read count as the whole array
--             share = (operands[0] or 0.0) + (written if is_varied else 1.0)
-+             share = 1.0
+- return (shares[0] or 0.0) + (written if is_varied else 1.0)
++ return 1.0
 test_audit.py::test_the_gradient_of_a_row_that_an_iteration_reads
 
 one row that all iterations read counts as other rows
@@ -1481,8 +1481,8 @@ test_audit.py::test_the_gradient_of_a_row_that_an_iteration_reads
 """,
     "jaxmp/_tools/audit/_check_sums.py": r"""
 the fix of a carry changes code for a cast of the backward pass
-- if is_cast and _dataflow.is_forward(cast):
-+ if is_cast:
+- if not _dataflow.is_forward(cast):
++ if False:
 test_audit_fixes.py::test_the_fix_of_a_step_is_its_own_code
 
 all terms of a scatter with known indices count as one sum
@@ -2385,11 +2385,6 @@ a scan reads an array of constants for each operand that it quantizes
 - convert_element_type(clipped - x * np.array(-0.0, wide), dtype)
 + select(lax.is_finite(x), clipped.astype(dtype), jnp.full(x.shape, jnp.nan, dtype))
 test_fp8_quantize.py::test_a_scan_reads_no_array_of_constants
-
-layers read an array of zeros that another part of the program stores
-- clipped - x * np.array(-0.0, wide)
-+ clipped + x * np.zeros((), wide)
-test_fp8_dot_general.py::test_zeros_of_a_program_are_not_read_to_quantize
 
 values beyond the range of FP8 become NaN
 -     clipped = lax.clamp(np.array(-limit, wide), scaled, np.array(limit, wide))

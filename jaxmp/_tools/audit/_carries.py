@@ -102,19 +102,19 @@ class _Shares(_programs.Forward):
     """Terms per element that an iteration adds; `None` for values of all iterations."""
 
     def equation(self, equation: JaxprEqn, operands: list[Any], frame: Frame) -> list[Any]:
-        name, shares = equation.primitive.name, [x for x in operands if x is not None]
-        if shares and name in _programs.CALLS:
+        is_varied = any(operand is not None for operand in operands)
+        if is_varied and equation.primitive.name in _programs.CALLS:
             return self.enter(equation, operands, frame)
-        if not shares:
-            share = None
-        elif name in _WRITES:
-            indices = [*operands]
-            written = equation.invars[_WRITES[name]].aval.size / equation.outvars[0].aval.size
-            del indices[_WRITES[name]], indices[0]
-            is_varied = any(index is not None for index in indices)
-            share = (operands[0] or 0.0) + (written if is_varied else 1.0)
-        elif name in _SUMS:
-            share = sum(1.0 if x is None else x for x in operands)
-        else:
-            share = max(shares) if name in _KEEPS else 1.0
-        return [share] * len(equation.outvars)
+        return [_share_after(equation, operands) if is_varied else None] * len(equation.outvars)
+
+
+def _share_after(equation: _programs.Equation, shares: list[float | None]) -> float:
+    name, known = equation.primitive.name, [share for share in shares if share is not None]
+    if name in _WRITES:
+        written = equation.invars[_WRITES[name]].aval.size / equation.outvars[0].aval.size
+        indices = [share for n, share in enumerate(shares) if n not in (0, _WRITES[name])]
+        is_varied = any(index is not None for index in indices)
+        return (shares[0] or 0.0) + (written if is_varied else 1.0)
+    if name in _SUMS:
+        return sum(1.0 if share is None else share for share in shares)
+    return max(known) if name in _KEEPS else 1.0

@@ -189,9 +189,9 @@ def fix_carry(loop: OpOccurrence, carry: _programs.Atom, addition: OpOccurrence)
     dependents = addition.body.dependents([carry])
     for index, var in enumerate(addition.equation.invars):
         cast = addition.body.maker(var)
-        is_cast = cast is not None and cast.primitive.name == "convert_element_type"
-        # The casts of a backward pass are not in the code of the user.
-        if is_cast and _dataflow.is_forward(cast):
+        if cast is not None and cast.primitive.name == "convert_element_type":
+            if not _dataflow.is_forward(cast):
+                continue  # It is not in the code of the user.
             rounding = addition.sibling(cast)
             lines += _origins.without_rounding(rounding, _rewrite.in_fp32(rounding.expression))
         elif (
