@@ -206,7 +206,19 @@ def hyperbolic(z):
     return jnp.arccosh(jnp.maximum(jnp.outer(time, time) - z @ z.T, 1.001)).mean()
 
 
-@pytest.mark.parametrize("loss", [norms_without_zeros, diagonal, volume, angle, hyperbolic])
+def generated(z):
+    return jax.scipy.linalg.expm(z.T @ z / 1000).mean()
+
+
+def stacked(z):
+    add = lambda total, scale: (total, scale * z @ z.T + jnp.eye(len(z)))
+    return jnp.linalg.slogdet(lax.scan(add, 0, jnp.arange(1.0, 4))[1])[1].sum()
+
+
+LOSSES = norms_without_zeros, diagonal, volume, angle, hyperbolic, generated, stacked
+
+
+@pytest.mark.parametrize("loss", LOSSES)
 def test_ill_conditioned_matmuls_and_their_gradients_are_fp32(loss):
     z = POINTS + jnp.ones((40, 4))
     step = jax.value_and_grad(loss)

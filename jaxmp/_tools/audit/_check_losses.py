@@ -142,10 +142,11 @@ def label_difference(op: OpOccurrence) -> RoundedDifference | None:
     if is_product or not (op.location.differentiated and (is_multiple or op.name in _EVEN)):
         return None
     through = _checks.LAYOUT | (_core.named("mul neg") if is_multiple else set())
-    first, *others = (_difference(var, op, through) for var in op.operands[is_choice:])
-    if first is None or any(other is not first for other in others):
+    made = [_difference(var, op, through) for var in op.operands[is_choice:]]
+    # A scan moves the constants of its body to calls without operands.
+    if not made or made[0] is None or any(other is not made[0] for other in made):
         return None
-    difference = op.sibling(first)
+    difference = op.sibling(made[0])
     labels = op.labels(_Difference, difference.result)
     is_reported = any(isinstance(label.rounded, UserCast) for label in labels)
     if is_reported or not _core.is_16bit(difference.dtype):
