@@ -2130,6 +2130,16 @@ statistics: magnitudes of gradients contain the loss scale
 test_statistics.py::test_the_scale_of_the_step_is_taken_out
 """,
     "jaxmp/_tools/stats/_with_stats.py": r"""
+the emulation of a format rounds the logits of a head
+- if var in ends and (flag or not self._is_compared(var))
++ if var in ends
+test_statistics.py::test_the_logits_of_a_head_are_not_rounded
+
+the emulation of FP8 has heads in FP8
+-  and place.names not in self._compared_modules
++ 
+test_statistics.py::test_the_logits_of_a_head_are_not_rounded
+
 statistics: networks with the same modules share rows
 - if networks:
 + if False:

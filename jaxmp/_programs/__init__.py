@@ -57,5 +57,5 @@ from jaxmp._programs._operations import (
 from jaxmp._programs._static_values import Scope
 from jaxmp._programs._solutions import SOLVERS
 from jaxmp._programs._uses import (
-    EXACT, SENSITIVE, Use, Uses, exact_uses, uses, wide_results,
+    DECISIONS, EXACT, SENSITIVE, Use, Uses, exact_uses, uses, wide_results,
 )

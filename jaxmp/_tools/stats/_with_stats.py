@@ -94,8 +94,8 @@ def with_stats(
         the gradients and outputs of each module. In "float16", the results of operations are
         rounded, with the suggested loss scale. In "float8", the operands of the matmuls of layers
         are rounded, each with the scale of its largest magnitude, and other results to bfloat16.
-        Measure a step in FP32. Each format costs about as much as the step, and so does the
-        comparison.
+        As in the recipes, heads and routers return FP32 and are not in FP8. Measure a step in FP32.
+        Each format costs about as much as the step, and so does the comparison.
 
     Returns:
       A function that returns `TrainingStats`, a pytree; its `report()` compares formats. Arguments
@@ -293,8 +293,9 @@ class Emulation(_programs.Interpreter):
     all matmuls: to float16, or to bfloat16 for FP8. Operations that read an FP32 result, as in a
     norm, compute in FP32 until a matmul, the end of the module, or that of a loop or branch. For
     FP8, the operands of matmuls without batch axes are rounded to E4M3, and to E5M2 in the backward
-    pass, each with the scale of its largest magnitude. Numbers beyond the range of a format become
-    its largest number.
+    pass, each with the scale of its largest magnitude. As in the recipes, matmuls whose results are
+    compared return FP32 and are not in FP8. Numbers beyond the range of a format become its largest
+    number.
 
     Args:
       name: "float16", "float8", or "" for the step as it is.
@@ -309,6 +310,9 @@ class Emulation(_programs.Interpreter):
         self._dtype = jnp.dtype(np.float16 if name == FLOAT16 else jnp.bfloat16)
         # Scopes with FP32 results, such as norms, which also sum their gradients in FP32.
         self._fp32_modules: set[_programs.Path] = set()
+        # Scopes of heads and routers, whose matmuls are not in FP8.
+        self._compared_modules: set[_programs.Path] = set()
+        self._uses: dict[_programs.Atom, _programs.Use] = {}
 
     def traced(self, closed: ClosedJaxpr, arrays: list[Any]) -> tuple[ClosedJaxpr, list[Any]]:
         """Returns the emulated step as a program, and its arguments."""
@@ -317,6 +321,7 @@ class Emulation(_programs.Interpreter):
             self.scale = scale
             return list(map(self.array, self.run(closed, list(map(_Value, arrays)))))
 
+        self._uses = _programs.uses(closed.jaxpr)
         args = [self.scale, *arrays]
         return jax.make_jaxpr(step)(*args), args
 
@@ -357,7 +362,9 @@ class Emulation(_programs.Interpreter):
         if is_matmul:
             # Parameters, inputs and cotangents may come from outside of the module, in FP32.
             arrays = [self._rounded(x, f) for x, f in zip(arrays, flags, strict=True)]
-        is_dot = name == "dot_general"
+            if self._is_compared(equation.outvars[0]):
+                self._compared_modules.add(place.names)
+        is_dot = name == "dot_general" and place.names not in self._compared_modules
         if self.name == FLOAT8 and is_dot and not _programs.dot_of(equation).batch[0]:
             pairs = zip(arrays, flags, strict=True)
             arrays = [_fp8(x, f) if _is_fp32(x) else x for x, f in pairs]
@@ -366,12 +373,17 @@ class Emulation(_programs.Interpreter):
         if not is_matmul and (is_wide or _TABLE.category(name) == "fp32"):
             ends = inside.outputs.last
             self._fp32_modules.add(place.names)
+        flags = list(map(inside.is_cotangent, equation.outvars))
         return [
-            _Value(self._rounded(x, inside.is_cotangent(var)))
-            if var in ends
+            _Value(self._rounded(x, flag))
+            if var in ends and (flag or not self._is_compared(var))
             else _Value(x, is_wide=True)
-            for var, x in zip(equation.outvars, results, strict=True)
+            for var, x, flag in zip(equation.outvars, results, flags, strict=True)
         ]
+
+    def _is_compared(self, var: _programs.Atom) -> bool:
+        """Returns True for the logits of a head or router, which recipes return in FP32."""
+        return bool(self._uses.get(var, _programs.Use.NONE) & _programs.DECISIONS)
 
     def _scale(self, is_cotangent: bool) -> Any:
         return self.scale if is_cotangent and self.name == FLOAT16 else np.float32(1)
