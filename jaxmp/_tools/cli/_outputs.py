@@ -133,9 +133,10 @@ def check_outputs(command: str, parameters: Mapping[str, object]) -> None:
         try:
             _try_output(file, path)
         except OSError as error:
+            reader = " Start the reader of the FIFO first." if error.errno == errno.ENXIO else ""
             raise JaxmpError(
-                f"{file!r} cannot be written: {error.strerror}. Name a file in a directory that"
-                " exists, and that this user may write to. First start the reader of a FIFO."
+                f"{file!r} cannot be written: {error.strerror}.{reader} Name a file in a directory"
+                " that exists, and that this user may write to."
             ) from None
         if path in used:
             raise JaxmpError(
