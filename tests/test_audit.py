@@ -848,6 +848,10 @@ def test_the_gradient_of_a_lookup_depends_on_the_rows_of_the_table():
     [
         (1024, lambda x, i: x[i], ""),
         (1024, lambda x, i: lax.dynamic_index_in_dim(x, i, keepdims=False), ""),
+        (1024, lambda x, i: jax.checkpoint(lambda x: jnp.tanh(x[i]))(x), ""),
+        (1024, lambda x, i: lax.cond(i > 5, lambda: x[i], lambda: 0 * x[i]), ""),
+        (1024, lambda x, i: (2 * x)[i], ""),
+        (1024, lambda x, i: lax.map(lambda j: x[4 * i + j], jnp.arange(4)).max(0), ""),
         (4, lambda x, i: x[i % 4], "256 terms"),
         (1024, lambda x, i: x[jnp.argmax(x[0])], "1,024 terms"),
         (1024, lambda x, i: x[i] + x[0], "1,024 terms"),

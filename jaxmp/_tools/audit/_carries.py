@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, Literal, NamedTuple
 
 from jax.extend.core import JaxprEqn
@@ -85,14 +85,21 @@ def _linear_after(equation: _programs.Equation, facts: list[Any]) -> Linear | Li
 _WRITES = {"dynamic_update_slice": 1, "scatter": 2, "scatter-add": 2}
 
 
-def share_of_terms(loop: _programs.Inner, carry: _programs.Atom) -> float:
+def share_of_terms(
+    loop: _programs.Inner, carry: _programs.Atom, constants: Iterable[float | None] = ()
+) -> float:
     """Returns the mean number of terms that an iteration adds to an element of a carry, at most 1.
 
     It is the part of the carry that an iteration writes at an index of its own, as the gradient of
     `x[i]` does, and 1 for any other sum.
+
+    Args:
+      loop: the loop.
+      carry: the parameter of its body.
+      constants: facts of the constants of the loop, as in `_Shares`; by default, `None`.
     """
-    constants = range(loop.carried.start)
-    args = [None if n in constants else 1.0 for n in range(len(loop.jaxpr.invars))]
+    args = [*constants] or [None] * loop.carried.start
+    args += [1.0] * (len(loop.jaxpr.invars) - len(args))
     args[loop.jaxpr.invars.index(carry)] = 0.0
     share = _Shares().run(loop.jaxpr, args)[loop.incoming.index(carry)]
     return 1.0 if share is None else min(1.0, share)
@@ -101,11 +108,23 @@ def share_of_terms(loop: _programs.Inner, carry: _programs.Atom) -> float:
 class _Shares(_programs.Forward):
     """Terms per element that an iteration adds; `None` for values of all iterations."""
 
+    def join(self, first: Any, second: Any) -> Any:
+        return max((share for share in (first, second) if share is not None), default=None)
+
     def equation(self, equation: JaxprEqn, operands: list[Any], frame: Frame) -> list[Any]:
-        is_varied = any(operand is not None for operand in operands)
-        if is_varied and equation.primitive.name in _programs.CALLS:
+        form, results = _programs.form_of(equation), [None] * len(equation.outvars)
+        if all(operand is None for operand in operands):
+            return results
+        if form in (_programs.Form.CALL, _programs.Form.REMAT, _programs.Form.BRANCH):
             return self.enter(equation, operands, frame)
-        return [_share_after(equation, operands) if is_varied else None] * len(equation.outvars)
+        if form is not _programs.Form.SCAN:
+            return [_share_after(equation, operands)] * len(results)
+        (inner,) = _programs.inners(equation)
+        constants = operands[: inner.carried.start]
+        sums = (inner.times * share_of_terms(inner, x, constants) for x in inner.incoming)
+        starts = operands[inner.carried.start : inner.carried.stop]
+        carried = [(first or 0.0) + new for first, new in zip(starts, sums, strict=True)]
+        return carried + [1.0] * (len(results) - len(carried))
 
 
 def _share_after(equation: _programs.Equation, shares: list[float | None]) -> float:
@@ -117,4 +136,6 @@ def _share_after(equation: _programs.Equation, shares: list[float | None]) -> fl
         return (shares[0] or 0.0) + (written if is_varied else 1.0)
     if name in _SUMS:
         return sum(1.0 if share is None else share for share in shares)
+    if name == "mul":
+        return min(known)
     return max(known) if name in _KEEPS else 1.0
