@@ -7,7 +7,7 @@
 Ranks: `what_if` and `jaxmp.validate` measure the error that float16 and FP8 cause in each module,
 on the same parameters and batch, after 20 steps in FP32. The figures are the rank correlation of
 Spearman over the modules, of the gradients of parameters and of the outputs. The models are a
-perceptron, the byte-level GPT and Llama, in which all linear layers compute in FP8.
+perceptron, the byte-level GPT and Llama, in which all linear layers but heads compute in FP8.
 
 Loss scale: the suggestion from the first step in FP32, the share of the FP32 gradient of the
 parameters that float16 loses with it and with other powers of two, and the steps that 100 steps in
@@ -130,7 +130,7 @@ def make_run(name: str) -> Callable[[jaxmp.Recipe, int], jaxmp.TrainingRun]:
 
 
 def fp8_everywhere() -> jaxmp.Recipe:
-    """Returns the recipe fp8 with all linear layers in FP8, as `what_if` assumes."""
+    """Returns the recipe fp8 with all linear layers but heads in FP8, as `what_if` assumes."""
     recipe = jaxmp.load_recipe("fp8")
     scaling = fp8.CurrentScaling(min_width=1, emulate=True)
     return recipe.replace(policies=jaxmp.PolicyMap(recipe.policies.default), fp8=scaling)
