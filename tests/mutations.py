@@ -462,6 +462,11 @@ a norm of weights writes them in another dtype
 test_nnx_policies.py::test_weights_that_a_norm_writes_keep_their_dtype
 """,
     "jaxmp/_flax/_search.py": r"""
+the search traces a teacher in a loss that does not differentiate it
+- _compat.assigned(_hints.traced, None)
++ _compat.assigned(_hints.traced, _hints.traced.get())
+test_hints.py::test_the_teacher_of_a_student_in_float16_is_not_named
+
 a layer is a decision although its results feed other layers
 -     if use == _programs.Use.RESULT:
 +     if _programs.Use.RESULT in use:
@@ -709,6 +714,11 @@ a recipe that was not applied is not said
 -     if any(_core.bits(dtype) <= 16
 +     if not any(_core.bits(dtype) <= 16
 test_hints.py::test_a_recipe_that_was_not_applied_is_said_without_float16_too
+
+a teacher in float16 must have a loss scale
+- if not traces_of(inputs) <= loss.outer:
++ if True:
+test_hints.py::test_the_teacher_of_a_student_in_float16_is_not_named
 """,
     "jaxmp/_gradients/_loss_scale.py": r"""
 the minimum scale is lost when a loss scale is flattened

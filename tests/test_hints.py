@@ -246,6 +246,15 @@ def test_a_teacher_in_float16_warns_only_if_the_gradient_passes_through_it(passe
     assert [NO_SCALE in hint for hint in hints] == [True] * bool(passes)
 
 
+def test_the_teacher_of_a_student_in_float16_is_not_named():
+    teacher, student = (jaxmp.load_recipe("fp16").wrap(nn.Dense(8)) for _ in range(2))
+    params = teacher.init(jax.random.key(0), X)
+    loss = lambda p, frozen: jnp.mean((student.apply(p, X) - teacher.apply(frozen, X)) ** 2)
+    step = lambda p, frozen: jaxmp.value_and_grad(lambda p: loss(p, frozen))(p)
+    (hint,) = hints_of(lambda: jax.jit(step)(params, params))
+    assert NO_SCALE in hint
+
+
 def test_a_loss_that_is_scaled_by_hand_does_not_warn():
     _, params, loss_fn = float16_loss()
     scale = jaxmp.DynamicLossScale()

@@ -29,6 +29,7 @@ from jaxmp import _core, _programs
 from jaxmp._autocast._resolve import is_traced_by_autocast
 from jaxmp._core import PyTree, _compat
 from jaxmp._flax import _labels, _missing_precision
+from jaxmp._gradients import _hints
 from jaxmp._policies._device import computes_in_16_bits
 from jaxmp._policies._load import PolicyMap
 from jaxmp._policies._required import check_required
@@ -175,7 +176,9 @@ def _traced(
     """Returns the program of a call with some decisions, its variables, and those on FP8."""
     fn, arrays, variables = prepare()
     search = _compat.context(decisions=decisions)
-    with search, _explain.recorded() as fp8, warnings.catch_warnings():
+    # The loss in which the model is called does not differentiate this trace.
+    outside = _compat.assigned(_hints.traced, None)
+    with search, outside, _explain.recorded() as fp8, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return _programs.trace(fn, (arrays,), {}).closed, variables, fp8
 
