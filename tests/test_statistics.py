@@ -465,6 +465,23 @@ def test_the_logits_of_a_head_are_not_rounded():
     assert all(float(kinds["activations"]["head"]) == 0 for kinds in errors.values())
 
 
+def test_a_head_leaves_other_matmuls_of_its_scope_in_fp8():
+    a, b, c = (jax.random.normal(jax.random.key(n), (16, 16)) / 4 for n in range(3))
+
+    def gradient_error(name):
+        def loss_fn(a):
+            x = jnp.tanh(jnp.tanh(jnp.eye(16) @ a) @ b)
+            with jax.named_scope(name):
+                logits = x @ c
+            return -jax.nn.log_softmax(logits)[:, 0].mean()
+
+        with jax.named_scope("net"):
+            stats = jaxmp.with_stats(jax.grad(loss_fn), what_if=["float8"])(a)
+        return [float(error) for error in stats.errors["float8"]["gradients"].values()]
+
+    assert gradient_error("") == gradient_error("head") != [0.0]
+
+
 @pytest.mark.parametrize("what_if", ["float16", ["bfloat16"]])
 def test_a_format_that_is_not_emulated_is_refused(what_if):
     with pytest.raises(AuditError, match=r"what_if=\['float16'\]"):

@@ -310,8 +310,8 @@ class Emulation(_programs.Interpreter):
         self._dtype = jnp.dtype(np.float16 if name == FLOAT16 else jnp.bfloat16)
         # Scopes with FP32 results, such as norms, which also sum their gradients in FP32.
         self._fp32_modules: set[_programs.Path] = set()
-        # Scopes of heads and routers, whose matmuls are not in FP8.
-        self._compared_modules: set[_programs.Path] = set()
+        # Scopes and calls of heads and routers, whose matmuls are not in FP8.
+        self._compared: set[tuple[_programs.Path, Any]] = set()
         self._uses: dict[_programs.Atom, _programs.Use] = {}
 
     def traced(self, closed: ClosedJaxpr, arrays: list[Any]) -> tuple[ClosedJaxpr, list[Any]]:
@@ -363,8 +363,10 @@ class Emulation(_programs.Interpreter):
             # Parameters, inputs and cotangents may come from outside of the module, in FP32.
             arrays = [self._rounded(x, f) for x, f in zip(arrays, flags, strict=True)]
             if self._is_compared(equation.outvars[0]):
-                self._compared_modules.add(place.names)
-        is_dot = name == "dot_general" and place.names not in self._compared_modules
+                self._compared.add((place.names, _programs.call_site(equation)))
+        is_dot = name == "dot_general" and not (
+            self._compared and (place.names, _programs.call_site(equation)) in self._compared
+        )
         if self.name == FLOAT8 and is_dot and not _programs.dot_of(equation).batch[0]:
             pairs = zip(arrays, flags, strict=True)
             arrays = [_fp8(x, f) if _is_fp32(x) else x for x, f in pairs]
