@@ -22,6 +22,7 @@ import training_stats
 from arrays import normal
 from grids import EXPENSIVE
 from jaxmp import fp8
+from jaxmp._programs import rounded_to
 from jaxmp._tools.audit._trace import trace
 from jaxmp._tools.stats._measure import FORMATS, measure_tensor
 from jaxmp._tools.stats._with_stats import _Program
@@ -104,6 +105,23 @@ def test_noise_and_power_of_a_tensor_of_any_magnitude(magnitude):
         error = (x * scale).astype(name).astype(np.float64) / scale - wide
         want = 10 * np.log10(np.sum(wide**2) / np.sum(error**2))
         assert float(stats.formats[name].snr) == pytest.approx(want, abs=1e-2)
+
+
+@pytest.mark.parametrize("name", [*FORMATS, "float8_e5m2fnuz"])
+def test_numbers_are_rounded_as_numpy_casts_them(name):
+    upper = np.arange(2**16, dtype=np.uint32)[:, None] << 16
+    x = (upper | np.uint32([0, 1, 0xFFF, 0x1000, 0x3000, 0x7FFF, 0x8000, 0x8001])).view(np.float32)
+    with np.errstate(all="ignore"):
+        want = x.astype(name).astype(np.float32)
+    np.testing.assert_array_equal(jax.jit(rounded_to, static_argnums=1)(x, name), want)
+
+
+def test_one_reduction_sums_the_losses_of_all_formats():
+    names = [e.primitive.name for e in jax.make_jaxpr(measure_tensor.__wrapped__)(X).eqns]
+    assert [n for n in names if n in ("reduce", "reduce_sum", "reduce_max")] == [
+        "reduce_max",
+        "reduce",
+    ]
 
 
 # ---------------------------------------------------------------------------

@@ -102,17 +102,23 @@ def wide(x: Any) -> Any:
 def rounded_to(x: Array, dtype: Any) -> Array:
     """Returns FP32 values rounded to a format of 16 bits or FP8; those of other dtypes unchanged.
 
-    XLA may remove a plain pair of conversions.
+    XLA may remove a pair of conversions, and a barrier between them stores the narrow array.
     """
     dtype = jnp.dtype(dtype) if isinstance(dtype, str) else dtype
     if not is_narrow_dtype(dtype):
         return x
     info = jnp.finfo(dtype)
+    rounded = lax.reduce_precision(x, 8, info.nmant)
     if info.nexp == 8:
-        return lax.reduce_precision(x, 8, info.nmant)
-    # `lax.reduce_precision` would replace subnormal numbers by zero.
-    narrow = lax.optimization_barrier(lax.convert_element_type(x, dtype))
-    return lax.convert_element_type(narrow, _core.FLOAT32)
+        return rounded
+    # Subnormal numbers are multiples of the smallest one.
+    step = np.float32(info.smallest_subnormal)
+    steps = lax.round(lax.div(x, step), lax.RoundingMethod.TO_NEAREST_EVEN)
+    is_subnormal = lax.lt(lax.abs(x), np.float32(info.smallest_normal))
+    rounded = lax.select(is_subnormal, lax.mul(steps, step), rounded)
+    # Infinite, or NaN in the formats that have no infinity.
+    beyond = lax.mul(x, np.float32(np.asarray(np.inf, dtype)))
+    return lax.select(lax.gt(lax.abs(rounded), np.float32(info.max)), beyond, rounded)
 
 
 def runs_in_fp32(equation: JaxprEqn) -> bool:

@@ -42,27 +42,91 @@ class Rounding(NamedTuple):
     snr: _core.Array
 
 
+class Sums(NamedTuple):
+    """Sums over the finite elements of a tensor, of which `Rounding` is made.
+
+    Attributes:
+      zeros: uint32 number of elements that are zero afterwards, or were not finite.
+      overflow: uint32 number of elements that exceed the range.
+      noise: float32 sum of the squared errors, each divided by `TensorStats.unit`.
+    """
+
+    zeros: _core.Array
+    overflow: _core.Array
+    noise: _core.Array
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class TensorStats:
     """Statistics of a tensor. Those in a loop have one more axis, of the length of the loop.
 
+    The arrays are what one pass over the tensor can sum; shares are computed when they are read.
+
     Attributes:
       amax: largest magnitude of the finite elements.
-      rms: root mean square of the finite elements.
-      zero: share of the elements that are zero.
-      nonfinite: share of the elements that are infinite or NaN.
+      power: sum of the squares of the finite elements, each divided by `unit`.
       exponents: counts of elements by the 8 exponent bits of their FP32 value (rows), and by its
         fraction (columns): zero, smaller, or at least that with which float16 rounds up.
-      formats: format -> losses of a rounding to it. FP8 formats have the scale of `amax`.
+      sums: format -> sums of a rounding to it. FP8 formats have the scale of `amax`.
     """
 
     amax: _core.Array
-    rms: _core.Array
-    zero: _core.Array
-    nonfinite: _core.Array
+    power: _core.Array
     exponents: _core.Array
-    formats: dict[str, Rounding]
+    sums: dict[str, Sums]
+
+    @property
+    def size(self) -> _core.Array:
+        """Number of elements."""
+        return self.exponents.sum((-2, -1))
+
+    @property
+    def zeros(self) -> _core.Array:
+        """Number of elements that are zero."""
+        return self.exponents[..., 0, POWERS]
+
+    @property
+    def finite(self) -> _core.Array:
+        """Number of elements that are finite."""
+        return self.exponents[..., :255, :].sum((-2, -1))
+
+    @property
+    def nonzero(self) -> _core.Array:
+        """Number of elements that are finite and not zero."""
+        return self.finite - self.zeros
+
+    @property
+    def zero(self) -> _core.Array:
+        """Share of the elements that are zero."""
+        return _share(self.zeros, self.size)
+
+    @property
+    def nonfinite(self) -> _core.Array:
+        """Share of the elements that are infinite or NaN."""
+        return _share(self.size - self.finite, self.size)
+
+    @property
+    def unit(self) -> _core.Array:
+        """Power of two below `amax`, with which squares of small numbers do not underflow."""
+        return jnp.ldexp(np.float32(1), jnp.clip(jnp.frexp(self.amax)[1] - 1, -126, 126))
+
+    @property
+    def rms(self) -> _core.Array:
+        """Root mean square of the finite elements."""
+        return jnp.sqrt(self.power / jnp.maximum(self.finite, 1)) * self.unit
+
+    @property
+    def formats(self) -> dict[str, Rounding]:
+        """Format -> losses of a rounding to it."""
+        return {
+            name: Rounding(
+                _share(x.zeros - (self.size - self.nonzero), self.nonzero),
+                _share(x.overflow, self.nonzero),
+                jnp.where(x.noise == 0, np.inf, 10 * jnp.log10(self.power / x.noise)),
+            )
+            for name, x in self.sums.items()
+        }
 
 
 # Read for each tensor and format.
@@ -98,27 +162,25 @@ def measure_tensor(
     bits, x = (lax.select(is_finite, each, lax.full_like(each, 0)) for each in (bits, x))
     amax_bits = lax.reduce_max(bits, range(x.ndim))
     amax = lax.bitcast_convert_type(amax_bits, _core.FLOAT32)
-    # Squares of small gradients underflow in FP32: `unit` is the power of two below `amax`.
     exponent = lax.bitwise_and(amax_bits, np.uint32(_EXPONENT))
     exponent = lax.clamp(np.uint32(1 << 23), exponent, np.uint32(253 << 23))
-    unit = lax.bitcast_convert_type(exponent, _core.FLOAT32)
+    # Reciprocal of `TensorStats.unit`.
     inverse = lax.bitcast_convert_type(lax.sub(np.uint32(254 << 23), exponent), _core.FLOAT32)
-    size, unscaled = np.uint32(x.size), np.float32(1)
-    nonfinite, zero = _count(lax.bitwise_not(is_finite)), counts[0, POWERS]
-    # The count of zeros in `x`. LLVM may test bits for zero by a comparison of floats, for which
-    # subnormal numbers are zero on some processors; a histogram is exact.
-    zeros = lax.add(zero, nonfinite)
-    formats = {}
+    sums = {}
     for name in FORMATS:
-        is_fp8 = _core.is_fp8(name)
-        scaled = lax.mul(x, _operands.compute_scale(amax, name, power_of_two=True)) if is_fp8 else x
-        formats[name] = _rounding(scaled, name, zeros, unscaled if is_fp8 else inverse)
+        scale = np.float32(1)
+        if _core.is_fp8(name):
+            scale = _operands.compute_scale(amax, name, power_of_two=True)
+        sums[name] = _sums(lax.mul(x, scale), name, lax.div(inverse, scale))
     if factor is not None:
-        scaled = lax.div(x, lax.broadcast_in_dim(factor, x.shape, range(factor.ndim)))
-        formats[ACTUAL] = _rounding(scaled, str(np.dtype(dtype)), zeros, unscaled)
-    mean = lax.div(_power(lax.mul(x, inverse)), _at_least_1(lax.sub(size, nonfinite)))
-    rms = lax.mul(lax.sqrt(mean), unit)
-    return TensorStats(amax, rms, _share(zero, size), _share(nonfinite, size), counts, formats)
+        factor = lax.broadcast_in_dim(factor, x.shape, range(factor.ndim))
+        sums[ACTUAL] = _sums(lax.div(x, factor), str(np.dtype(dtype)), lax.mul(inverse, factor))
+    leaves, structure = jax.tree.flatten((_square(lax.mul(x, inverse)), sums))
+    # One reduction reads the tensor once, and is compiled several times faster than one for each.
+    zeros = _programs.vary_as_here([np.zeros((), leaf.dtype) for leaf in leaves])
+    add = functools.partial(jax.tree.map, lax.add)
+    power, sums = structure.unflatten(lax.reduce(leaves, zeros, add, range(x.ndim)))
+    return TensorStats(amax, power, counts, sums)
 
 
 def _bits(x: _core.Array) -> _core.Array:
@@ -139,20 +201,12 @@ def _exponents(bits: _core.Array) -> _core.Array:
     return lax.reshape(lax.scatter_add(none, index, each, numbers), (256, 3))
 
 
-def _count(flags: _core.Array) -> _core.Array:
-    return lax.reduce_sum(lax.convert_element_type(flags, jnp.uint32), range(flags.ndim))
+def _share(count: _core.Array, size: _core.Array) -> _core.Array:
+    return jnp.asarray(count, _core.FLOAT32) / jnp.maximum(jnp.asarray(size, _core.FLOAT32), 1)
 
 
-def _at_least_1(count: Any) -> _core.Array:
-    return lax.convert_element_type(lax.max(count, np.uint32(1)), _core.FLOAT32)
-
-
-def _share(count: _core.Array, size: Any) -> _core.Array:
-    return lax.div(lax.convert_element_type(count, _core.FLOAT32), _at_least_1(size))
-
-
-def _power(x: _core.Array) -> _core.Array:
-    return lax.reduce_sum(lax.mul(x, x), range(x.ndim))
+def _square(x: _core.Array) -> _core.Array:
+    return lax.mul(x, x)
 
 
 def clipped(x: _core.Array, dtype: Any) -> _core.Array:
@@ -161,14 +215,19 @@ def clipped(x: _core.Array, dtype: Any) -> _core.Array:
     return lax.clamp(-largest, x, largest)
 
 
-def _rounding(x: _core.Array, name: str, zeros: _core.Array, inverse: Any) -> Rounding:
-    """Returns the losses of a rounding; squares times `inverse**2` do not underflow."""
-    bits, (zero, last) = _bits(x), _range_of(name)
-    underflow = lax.sub(_count(lax.le(bits, np.uint32(zero))), zeros)
-    overflow = _count(lax.gt(bits, np.uint32(last)))
-    count = lax.sub(np.uint32(x.size), zeros)
+def _sums(x: _core.Array, name: str, unit: _core.Array) -> Sums:
+    """Returns what each element of a finite, scaled tensor adds to the sums.
+
+    Args:
+      x: the tensor.
+      name: the format.
+      unit: factor that makes its errors multiples of `TensorStats.unit`.
+    """
+    bits, (zero, last) = _bits(x), map(np.uint32, _range_of(name))
+    as_count = lambda flags: lax.convert_element_type(flags, jnp.uint32)
     error = lax.sub(_programs.rounded_to(clipped(x, name), name), x)
-    signal, noise = (_power(lax.mul(each, inverse)) for each in (x, error))
-    snr = lax.mul(lax.log(lax.div(signal, noise)), np.float32(10 / np.log(10)))
-    snr = lax.select(lax.eq(noise, np.float32(0)), lax.full_like(snr, np.inf), snr)
-    return Rounding(_share(underflow, count), _share(overflow, count), snr)
+    return Sums(
+        zeros=as_count(lax.le(bits, zero)),
+        overflow=as_count(lax.gt(bits, last)),
+        noise=_square(lax.mul(error, unit)),
+    )

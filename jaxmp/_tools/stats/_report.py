@@ -268,22 +268,22 @@ def _first(scales: tuple[tuple[float, float, float], ...]) -> float | None:
 
 def _row(kind: str, name: str, stats: TensorStats, scale: float) -> TensorRow:
     """Returns the row of a tensor; its magnitudes are divided by the loss scale in it."""
-    counts = np.asarray(stats.exponents, np.float64).reshape(-1, 256 * 3)
-    size, zero, bad = counts.sum(1), counts[:, POWERS], counts[:, 255 * 3 :].sum(1)
-    flat = lambda x: np.asarray(x, np.float64).reshape(-1)
-    mean = lambda x, weights: float((flat(x) * weights).sum() / max(weights.sum(), 1))
-    power, nonzero = flat(stats.rms) ** 2 * (size - bad), size - bad - zero
+    total = lambda x, weight=1.0: float((np.asarray(x, np.float64) * weight).sum())
+    size, finite, nonzero = total(stats.size), total(stats.finite), total(stats.nonzero)
+    squared_unit = np.square(stats.unit, dtype=np.float64)
+    power = total(stats.power, squared_unit)
+    share = lambda count, of: count / max(of, 1)
     formats = {}
-    for label, each in stats.formats.items():
-        noise = np.where(power > 0, power * 10 ** (-flat(each.snr) / 10), 0).sum()
-        snr = 10 * math.log10(power.sum() / noise) if noise else math.inf
-        formats[label] = mean(each.underflow, nonzero), mean(each.overflow, nonzero), snr
+    for label, sums in stats.sums.items():
+        underflow, noise = total(sums.zeros) - (size - nonzero), total(sums.noise, squared_unit)
+        snr = 10 * math.log10(power / noise) if noise else math.inf
+        formats[label] = share(underflow, nonzero), share(total(sums.overflow), nonzero), snr
     return TensorRow(
         kind=kind,
         name=name,
-        amax=float(flat(stats.amax).max()) / scale,
-        rms=math.sqrt(power.sum() / max((size - bad).sum(), 1)) / scale,
-        zero=float(zero.sum() / max(size.sum(), 1)),
-        nonfinite=float(bad.sum() / max(size.sum(), 1)),
+        amax=float(np.max(stats.amax)) / scale,
+        rms=math.sqrt(share(power, finite)) / scale,
+        zero=share(finite - nonzero, size),
+        nonfinite=share(size - finite, size),
         formats=formats,
     )
