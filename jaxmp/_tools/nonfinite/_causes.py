@@ -62,8 +62,8 @@ class NonfiniteEvidence:
       shown: those of the operation that is reported.
       in_fp32: returns a walk over the whole step in FP32, and its first origin.
       scale: the loss scale among the arguments.
-      passing_scale: the largest smaller power of two with which the step is finite; None if there
-        is none.
+      passing_scale: returns the largest smaller power of two with which the step is finite; None
+        if there is none.
       has_optimizer: True if the state of an optimizer is among the arguments.
     """
 
@@ -73,7 +73,7 @@ class NonfiniteEvidence:
     shown: Measured
     in_fp32: Callable[[], tuple[Walk, Origin | None]]
     scale: ScaleArgument | None
-    passing_scale: float | None
+    passing_scale: Callable[[], float | None]
     has_optimizer: bool
 
     @property
@@ -381,18 +381,19 @@ def _exponential(e: NonfiniteEvidence) -> NonfiniteCause | None:
 
 
 def _loss_scale(e: NonfiniteEvidence) -> NonfiniteCause | None:
-    if e.scale is None or e.passing_scale is None:
+    passing_scale = e.passing_scale()
+    if e.scale is None or passing_scale is None:
         return None
     message = (
         f"The loss scale {e.scale.value:.9g} is too high for these gradients: with "
-        f"{e.passing_scale:.9g}, the step is finite."
+        f"{passing_scale:.9g}, the step is finite."
     )
     kind = "DynamicLossScale" if e.scale.is_dynamic else "StaticLossScale"
     sentence = "Start with this scale, before recipe.optimizer"
     if e.scale.is_dynamic:
         sentence += " (a dynamic scale also reaches it by itself, after some skipped steps)"
     # All bits: a rounded number may be below the minimum scale.
-    code = f"recipe = recipe.replace(loss_scale=jaxmp.{kind}({e.passing_scale:.17g}))"
+    code = f"recipe = recipe.replace(loss_scale=jaxmp.{kind}({passing_scale:.17g}))"
     fix = f"{sentence}:\n    {code}"
     return NonfiniteCause("loss_scale", message, fix)
 

@@ -225,7 +225,7 @@ class _Search:
     def report(self) -> NonfiniteReport:
         arrays, scale = self.traced.arrays, self.scale
         bad = _measure.bad_arguments(self.traced)
-        walk, roots = self._walk(arrays)
+        walk, roots = self._first
         if not roots and scale is not None and scale.of_skipped is not None:
             scale = dataclasses.replace(scale, value=scale.of_skipped)
             arrays = _measure.with_scale(arrays, scale.number, scale.value)
@@ -255,7 +255,6 @@ class _Search:
         else:
             source, shown = origin.source, origin.operation
             made, measured = _measure.measure(self.traced.closed, arrays, [source, shown])
-            passing = self._passing_scale(arrays, scale) if roots and scale is not None else None
             has_optimizer = any(self.traced.in_optimizer())
             evidence = _causes.NonfiniteEvidence(
                 walk=walk,
@@ -264,7 +263,7 @@ class _Search:
                 shown=measured,
                 in_fp32=functools.cache(lambda: self._in_fp32(arrays)),
                 scale=scale,
-                passing_scale=passing,
+                passing_scale=lambda: self._passing_scale(arrays, scale) if roots else None,
                 has_optimizer=has_optimizer,
             )
             cause = _causes.cause_of(evidence)
@@ -282,10 +281,15 @@ class _Search:
 
     def places(self) -> Iterator[tuple[str, int]]:
         """Yields the line of the first operation whose result is not finite, if there is one."""
-        walk, roots = self._walk(self.traced.arrays)
+        walk, roots = self._first
         origin = walk.origin(roots, _unused_results(walk))
         if origin is not None and isinstance(origin.source, Operation):
             yield origin.operation.op.line
+
+    @functools.cached_property
+    def _first(self) -> tuple[Walk, list[Variable]]:
+        """The walk over the step with its arguments, and the values that are not finite."""
+        return self._walk(self.traced.arrays)
 
     def _walk(self, arrays: list[Any]) -> tuple[Walk, list[Variable]]:
         walk = Walk(self.recorder, self.recorder.record(self.traced.closed, arrays))
@@ -300,8 +304,12 @@ class _Search:
         walk = Walk(recorder, recorder.record(self.traced.closed, arrays))
         return walk, walk.origin(_roots(walk), _unused_results(walk))
 
-    def _passing_scale(self, arrays: list[Any], scale: _measure.ScaleArgument) -> float | None:
+    def _passing_scale(
+        self, arrays: list[Any], scale: _measure.ScaleArgument | None
+    ) -> float | None:
         """Returns the largest power of two below a loss scale with which the step is finite."""
+        if scale is None:
+            return None
         passes = lambda n: not self._walk(_measure.with_scale(arrays, scale.number, 2.0**n))[1]
         low, high = (math.ceil(math.log2(n)) for n in (scale.minimum, scale.value))
         if low >= high or not passes(low):
