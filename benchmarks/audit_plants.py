@@ -1,4 +1,4 @@
-"""Plants 64 defects in small training steps and audits them, and 20 healthy steps.
+"""Plants 65 defects in small training steps and audits them, and 20 healthy steps.
 
     python benchmarks/audit_plants.py
     python benchmarks/audit_plants.py --out benchmarks/results/audit_plants.json
@@ -682,6 +682,18 @@ def squashed_actions(d):
         return jnp.log(1 - squares + 1e-6).mean()  # planted
 
     return trained(loss, d, inputs(d.wide))
+
+
+# The fix draws other numbers, so that only the audit shows a difference.
+@plant("random_16bit", "jax.random.uniform(key, (ROWS, 1), jnp.float32)", repeats=0)
+def stochastic_depth(d):
+    def loss(p, x, y):
+        key = jax.random.key(0)
+        u = jax.random.uniform(key, (ROWS, 1), d.spot)
+        kept = jnp.floor(0.999 + u) / 0.999  # planted
+        return cross_entropy(forward(p, kept.astype(d.low) * x.astype(d.low), d.low), y, d.wide)
+
+    return trained(loss, d, inputs(d.wide), labels())
 
 
 @plant("exp_16bit", "Compute cos in FP32")

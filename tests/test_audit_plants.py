@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax import lax
 
@@ -15,6 +16,7 @@ from jaxmp import audit, autocast
 
 W = jax.ShapeDtypeStruct((64, 64), F32)
 X = jax.ShapeDtypeStruct((16, 64), F32)
+X16 = jax.ShapeDtypeStruct((16, 64), BF16)
 SCALE = jaxmp.StaticLossScale(2.0**12)
 SCALAR = jax.ShapeDtypeStruct((), F32)
 
@@ -482,6 +484,41 @@ def test_a_rounded_random_number_before_a_logarithm():
     assert error.fix.endswith("jax.random.uniform(key, (8,), jnp.float32)")
 
 
+KEPT = 0.999
+
+
+@pytest.mark.parametrize(
+    ("fn", "severities"),
+    [
+        (lambda u: u(8, BF16) < 0.999, ["error"]),
+        (lambda u: jnp.where(u(8, BF16) >= 0.001, 1, 0), ["error"]),
+        (lambda u: jnp.floor(0.999 + u(8, BF16)) / 0.999, ["error"]),
+        (lambda u: lax.map(lambda x: 1 - u(8, BF16) < 0.999 * x, jnp.ones(3, BF16)), ["error"]),
+        (lambda u: (u(8, F16) * 3000).astype(int), ["error"]),
+        (lambda u: jnp.argsort(u((2, 196), BF16)), ["error"]),
+        # The constant is rounded before it is compared.
+        (lambda u: jnp.floor(KEPT + u(8, BF16)), ["warning"]),
+        (lambda u: u(8, BF16) < u((), F32).astype(BF16), ["warning"]),
+        (lambda u: u(8, BF16) < 0.9, []),
+        (lambda u: u(8, F16) < 0.999, []),
+        (lambda u: jax.nn.leaky_relu(u(8, BF16)), []),
+        (lambda u: jnp.argsort(u((8, 196), BF16), axis=0), []),
+        (lambda u: jnp.floor(u(8, BF16) * 10), []),
+    ],
+)
+def test_outcomes_of_random_numbers(fn, severities):
+    draw = lambda key: fn(lambda shape, *dtype: jax.random.uniform(key, shape, *dtype))
+    findings = audit(draw, jax.random.key(0)).findings
+    assert [each.severity for each in findings if each.check == "random_16bit"] == severities
+
+
+def test_draws_of_a_probability_in_16_bits():
+    fn = lambda key, x, mode: jax.random.bernoulli(key, jax.nn.sigmoid(x), mode=mode)
+    findings = lambda mode: audit(lambda key, x: fn(key, x, mode), jax.random.key(0), X16).findings
+    assert "bernoulli(key, jax.nn.sigmoid(x).astype(jnp.float32)" in findings("low")[0].fix
+    assert not findings("high")
+
+
 def rounded(fn, dtype):
     return lambda x: fn(x.astype(F32)).astype(dtype)
 
@@ -621,6 +658,26 @@ def clipped(grads):
 def test_gradients_and_their_scale(use, count):
     counts = checks(scaled_step(use), W, SCALAR, X)
     assert counts.get("scaled_gradients", 0) == count
+
+
+@pytest.mark.parametrize(
+    ("scale", "unscale", "count"),
+    [
+        (1024, lambda g: g / 1024, 1),
+        (2.0**16, lambda g: g * 2.0**-16, 1),
+        (np.float32(1000), lambda g: jnp.where(jnp.isfinite(g), g, 0) / np.float16(1000), 1),
+        (1024, lambda g: g.astype(F32) / 1024, 0),
+        # Microbatches, and the weight of a term.
+        (1024, lambda g: (g / 128).astype(F32) / 1024, 0),
+        (10, lambda g: g / 10, 0),
+    ],
+)
+def test_a_loss_scale_that_is_a_constant(scale, unscale, count):
+    def step(w, x):
+        grads = jax.grad(lambda w: loss(w, x, F16) * scale)(w.astype(F16))
+        return w - 0.1 * jax.jit(unscale)(grads).astype(F32)
+
+    assert checks(step, W, X).get("scaled_gradients", 0) == count
 
 
 def test_the_gradient_of_a_bias_with_one_element_is_no_norm_of_scaled_gradients():

@@ -161,8 +161,9 @@ def batch_of(equation: Any) -> tuple[int, ...]:
 
 
 def axes_of(equation: Any) -> tuple[int, ...]:
-    """Returns the dimensions of the operand that a reduction or cumulation combines; else ()."""
-    axis = equation.params.get("axes", equation.params.get("axis", ()))
+    """Returns the dimensions that a reduction, cumulation, sort or top-k combines; else ()."""
+    params = equation.params
+    axis = params.get("axes", params.get("axis", params.get("dimension", ())))
     return axis if isinstance(axis, tuple) else (axis,)
 
 

@@ -20,6 +20,7 @@ from jaxmp._tools.audit import _check_ops as _check_ops
 from jaxmp._tools.audit import _check_float16 as _check_float16
 from jaxmp._tools.audit import _check_integers as _check_integers
 from jaxmp._tools.audit import _check_losses as _check_losses
+from jaxmp._tools.audit import _check_random as _check_random
 from jaxmp._tools.audit import _check_state as _check_state
 from jaxmp._tools.audit import _check_sums as _check_sums
 from jaxmp._tools.audit import _check_compiled as _check_compiled

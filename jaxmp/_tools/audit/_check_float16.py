@@ -65,7 +65,7 @@ class OtherFormat(ConditionalFinding):
 @FLOAT16_RANGE.on_operation("add", "add_any", "max", passes=_checks.NOT_BACKWARD)
 def label_epsilon(op: _checks.OpOccurrence) -> LostEpsilon | None:
     """Labels the sum with, or the maximum of, a value and a constant 0."""
-    is_zero = any(_constant(var, op) == 0 for var in _float16_operands(op))
+    is_zero = any(constant(var, op) == 0 for var in _float16_operands(op))
     message = f"the constant of this {op.name} is 0 in float16, whose least number is 6e-8"
     fix = "Add the constant in FP32:\n    x = x.astype(jnp.float32)"
     return LostEpsilon(op, message, fix) if is_zero else None
@@ -87,7 +87,7 @@ def report_epsilon(op: _checks.OpOccurrence) -> None:
 def check_constant(op: _checks.OpOccurrence) -> None:
     """Reports a finite constant that is infinite in float16."""
     is_cast = op.name == "convert_element_type"
-    for value in (_constant(var, op) for var in _float16_operands(op)):
+    for value in (constant(var, op) for var in _float16_operands(op)):
         # A cast reads the constant as it was written; an infinite one is intended.
         if value is not None and abs(value) > _LARGEST and not (is_cast and math.isinf(value)):
             limit = "min" if value < 0 else "max"
@@ -195,7 +195,7 @@ def report_sums(audit: _auditor.Auditor) -> None:
 def label_logits(op: _checks.OpOccurrence) -> UnscaledLogits | None:
     """Labels logits of queries and keys that are scaled after their matmul in float16."""
     logits, scalar = op.operands
-    value = _constant(scalar, op)
+    value = constant(scalar, op)
     if not value or abs(value if op.name == "mul" else 1 / value) > _ATTENTION_SCALE:
         return None
     for label in op.labels(Logits, logits):
@@ -221,7 +221,7 @@ def _is_of_activations(logits: Logits) -> bool:
     return op.dtype == _core.FLOAT16 and not has_weight
 
 
-def _constant(var: _programs.Atom, op: _checks.OpOccurrence) -> float | None:
+def constant(var: _programs.Atom, op: _checks.OpOccurrence) -> float | None:
     """Returns the value of a constant scalar, which may be broadcast."""
     source = op.body.source_of(var, _BROADCASTS)
     if math.prod(getattr(source.aval, "shape", (0,))) != 1:
@@ -243,8 +243,9 @@ _FIX = (
     "Divide the gradients by the loss scale first, and remove a division that follows:\n"
     f"    {SCALED_GRADIENTS.fix}"
 )
-
-
+# Smaller constants may be weights of the terms of a loss.
+_LEAST_SCALE = 128
+_DIVISION = "gradients are divided by the loss scale in float16: quotients below 6e-8 become zero."
 _FIX_DIVISION = (
     "Divide FP32 gradients, and return the quotients in FP32:\n"
     "    grads = jax.tree.map(lambda g: g.astype(jnp.float32) / scale, grads)"
@@ -265,6 +266,19 @@ def _of_gradient(var: _programs.Atom, audit: _auditor.Auditor) -> dict[int, floa
     return powers_of(labels) if GRADIENT in labels else {}
 
 
+class _Constant(float):
+    """Constant by which a loss is multiplied."""
+
+
+@SCALED_GRADIENTS.on_operation("mul", "div", passes=[_programs.BACKWARD])
+def collect_constants(op: _checks.OpOccurrence) -> None:
+    """Collects the loss scales that are constants."""
+    for var in op.operands:
+        value = constant(var, op) if _dataflow.is_scale(op, var, op.audit.flow.of) else None
+        scale = 1 / value if value and op.name == "div" else value or 0
+        op.audit.collected[_Constant] += [scale] * (scale >= _LEAST_SCALE)
+
+
 @SCALED_GRADIENTS.on_operation("mul", "div", passes=_checks.NOT_BACKWARD)
 def check_division(op: _checks.OpOccurrence) -> None:
     """Collects the scalars by which gradients are divided, and divisions of unscaled gradients."""
@@ -282,9 +296,13 @@ def check_division(op: _checks.OpOccurrence) -> None:
                 fix = f"Remove the second division by the loss scale, at {op.where}."
                 event = _Event(number, op, message, fix)
             elif _is_float16(op):
-                message = "gradients are divided by the loss scale in float16: quotients below 6e-8"
-                event = _Event(number, op, f"{message} become zero.", _FIX_DIVISION)
+                event = _Event(number, op, _DIVISION, _FIX_DIVISION)
             op.audit.collected[_Event] += [] if event is None else [event]
+        scales = [scale**divided for scale in op.audit.collected[_Constant]]
+        with np.errstate(over="ignore"):
+            is_scale = constant(other, op) in np.asarray(scales, op.dtype).tolist()
+        if is_scale and _is_float16(op):
+            op.add(SCALED_GRADIENTS, _DIVISION, _FIX_DIVISION)
 
 
 def _is_float16(op: _checks.OpOccurrence) -> bool:

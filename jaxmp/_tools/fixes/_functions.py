@@ -104,7 +104,10 @@ _TABLE: dict[str, dict[str, Function]] = {
         " ".join(f"{name}.{function}" for name in _DENSITIES for function in _OF_DENSITIES): _ARRAY
     },
     "jax.ops": {"segment_sum segment_prod": _ARRAY},
-    "jax.random": {_RANDOM: Function((), dtype=2)},
+    "jax.random": {
+        _RANDOM: Function((), dtype=2),
+        "bernoulli categorical": Function((1,), returns_arrays=False),
+    },
     "optax": {
         _LOSSES: _ARRAY,
         **_DIVERGENCES,
