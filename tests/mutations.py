@@ -2183,8 +2183,8 @@ the emulation of FP8 has heads in FP8
 test_statistics.py::test_the_logits_of_a_head_are_not_rounded
 
 statistics: networks with the same modules share rows
-- if networks:
-+ if False:
+- observer.measure, observer.networks = measure, self.networks
++ observer.measure = measure
 test_statistics.py::test_networks_with_the_same_modules_have_rows_of_their_own
 
 statistics: gradients in float16 have no loss scale
@@ -2252,6 +2252,11 @@ roundings explain what a comparison did not see
 test_programs.py::test_each_client_names_the_consequence
 """,
     "jaxmp/_tools/validate/_probe.py": r"""
+validate: networks with the same modules share rows
+- name_of) if paths else {}
++ name_of) if False else {}
+test_validate_capture.py::test_a_teacher_with_the_modules_of_its_student_has_outputs_of_its_own
+
 another learning rate of Adam is taken for clipping
 - error=min(error, 1.0), factor=factor)
 -         return

@@ -302,11 +302,12 @@ def test_networks_with_the_same_modules_have_rows_of_their_own(is_nnx):
         for n in range(2)
     )
 
-    def loss(first, second, x):
+    def loss(first, second, batch):
+        x = batch["x"]
         return jnp.mean(call(first, x) ** 2 + call(second, 2 * x) ** 2 - call(first, 3 * x) ** 2)
 
     grad = (nnx if is_nnx else jax).grad(loss, argnums=(0, 1))
-    tensors = jaxmp.with_stats(grad)(first, second, X).tensors
+    tensors = jaxmp.with_stats(grad)(first, second, {"x": X}).tensors
     names = ("args[0]", "args[1]") if is_nnx else ("first", "second")
     modules = {f"{name}{module}" for name in names for module in ("", "/hidden", "/out")}
     assert set(tensors["activations"]) == modules
@@ -314,7 +315,7 @@ def test_networks_with_the_same_modules_have_rows_of_their_own(is_nnx):
     assert tensors["operands"][f"{names[1]}/hidden:lhs"].amax == 2 * largest
     assert f"{names[1]}/hidden:lhs#2" not in tensors["operands"]
     assert tensors["operands"][f"{names[0]}/hidden:lhs#2"].amax == 3 * largest
-    expected = [float(jnp.abs(x).max()) for x in jax.tree.leaves(grad(first, second, X)[1])]
+    expected = [float(jnp.abs(x).max()) for x in jax.tree.leaves(grad(first, second, {"x": X})[1])]
     rows = [x.amax for name, x in tensors["gradients"].items() if name.startswith(names[1])]
     np.testing.assert_allclose(sorted(map(float, rows)), sorted(expected), rtol=1e-5)
 

@@ -7,11 +7,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+import jaxmp
+import models_nnx
 from grids import EXPENSIVE
-from jaxmp._tools.validate._probe import with_outputs
+from jaxmp._tools.validate._probe import make_probe, with_outputs
+from jaxmp._tools.validate._pure import as_pure
 from models_linen import Perceptron
 from test_validate import data
 
@@ -27,9 +31,7 @@ def captured(fn, *args):
     result, outputs = jax.jit(with_outputs(fn))(*args)
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-6), result, fn(*args))
     return {
-        "/".join(path): np.asarray(output.values)
-        for path, output in outputs.items()
-        if output.is_computed
+        name: np.asarray(output.values) for name, output in outputs.items() if output.is_computed
     }
 
 
@@ -73,8 +75,38 @@ def test_captured_outputs_are_those_that_flax_captures():
     expected.pop(())  # the output of the root
     assert len(expected) == 7
     for path, leaf in expected.items():
+        check(outputs["/".join(path)].values, leaf.ravel())
+
+
+@pytest.mark.parametrize("is_nnx", [False, True])
+def test_a_teacher_with_the_modules_of_its_student_has_outputs_of_its_own(is_nnx):
+    wrap, (x,) = jaxmp.load_recipe("fp32").wrap, data(0, 1)
+    call = (lambda model, x: model(x)) if is_nnx else wrap(Perceptron()).apply
+    student, teacher = (
+        wrap(models_nnx.Perceptron(nnx.Rngs(n)))
+        if is_nnx
+        else Perceptron().init(jax.random.key(n), x)
+        for n in range(2)
+    )
+    loss = lambda student, teacher: jnp.mean((call(student, x) - call(teacher, x)) ** 2)
+
+    def step(state, _):
+        value, grads = jax.value_and_grad(loss)(state["params"], state["teacher"])
+        return state, {"loss": value, "grads": grads}
+
+    def step_of_nnx(student, teacher, _):
+        value, grads = nnx.value_and_grad(loss)(student, teacher)
+        return {"loss": value, "grads": grads}
+
+    state = (student, teacher) if is_nnx else {"params": student, "teacher": teacher}
+    step = step_of_nnx if is_nnx else step
+    run = jaxmp.TrainingRun(state=state, step=step, batches=[x], evaluate=lambda *_: 0.0)
+    pure = as_pure(run, "run", 1)
+    probe = make_probe(pure)(pure.arrays, pure.first)
+    for name, model in (("", student), ("Perceptron[1]/" if is_nnx else "teacher/", teacher)):
+        kernel = model.hidden.kernel if is_nnx else model["params"]["hidden"]["kernel"]
         np.testing.assert_allclose(
-            outputs["Stack", *path].values, leaf.ravel(), rtol=1e-5, atol=1e-6
+            probe.outputs[f"{name}hidden"], (x @ kernel).ravel(), rtol=1e-5, atol=1e-6
         )
 
 

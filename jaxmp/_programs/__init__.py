@@ -13,7 +13,8 @@ Read the modules in this order:
 4. `_analysis` is for code that reads a program instead of running it: an index of one jaxpr, and
    facts of variables that are propagated forward or backward through constructs, and the outputs
    of modules.
-5. `_observe` runs a program again, and measures the tensors of its modules.
+5. `_observe` runs a program again, and measures the tensors of its modules. `_networks` tells those
+   of two networks apart.
 
 Other rooms import the package as a whole: the names below.
 """
@@ -40,12 +41,13 @@ from jaxmp._programs._jaxprs import (
     with_parameters, without_unused,
 )
 from jaxmp._programs._locations import (
-    FULL_PRECISION, Lines, Location, Locations, call_site, model_call, module_of, root_of,
+    FULL_PRECISION, Lines, Location, Locations, call_site, module_of, root_of,
 )
 from jaxmp._programs._matmuls import (
     MATMULS, MX_MATMUL, Matmul, attention_flops, count_flops, is_inner_product, is_outer_product,
     kernel_matmuls, matmul_of, multiple_of, padded, transposes_lhs, wide_matmul,
 )
+from jaxmp._programs._networks import networks_of
 from jaxmp._programs._observe import (
     ACTIVATIONS, DOTS, GRADIENTS, OPERANDS, SCALES, Inside, Key, Observer, modules_of,
 )

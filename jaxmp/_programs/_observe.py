@@ -6,7 +6,8 @@ A module is a name scope; `_analysis` determines its outputs.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -115,10 +116,12 @@ class Observer(Interpreter):
     measure: Callable[..., Any]
     # True for a client that reads only the outputs of modules.
     only_outputs = False
+    # Calls of models -> their network, where several have the same modules.
+    networks: Mapping[Any, str] = MappingProxyType({})
 
     def network_of(self, equation: JaxprEqn) -> str:
         """Returns the network of an equation, where several have the same modules."""
-        return ""
+        return self.networks.get(_locations.model_call(equation), "") if self.networks else ""
 
     def run(self, jaxpr: Any, args: Sequence[Any], start: Start = PROGRAM) -> list[Any]:
         inside = Inside(jaxpr, start, self.network_of)

@@ -19,7 +19,7 @@ from jaxmp import _core, _programs
 from jaxmp._core._compat import AnyJaxpr
 from jaxmp._policies import _op_table
 from jaxmp._tools.audit import _trace
-from jaxmp._tools.stats import _measure, _networks, _report
+from jaxmp._tools.stats import _measure, _report
 from jaxmp._tools.stats._measure import clipped
 from jaxmp.errors import AuditError
 from jaxmp.fp8 import _operands
@@ -150,7 +150,11 @@ class _Program:
 
     def __init__(self, traced: _trace.Traced) -> None:
         self.traced, self.names, self.roles = traced, traced.texts(), traced.roles()
-        self.networks = _networks.networks_of(traced)
+        # The first key is that of all positional or all named arguments, the second the argument.
+        keys = [leaf.path[1:] if leaf.path[2:] else () for leaf in traced.leaves]
+        paths = list(map(_core.path_names, keys))
+        name_of = lambda number, length: traced.text_of(keys[number][: length or 1])
+        self.networks = _programs.networks_of(traced.closed, paths, name_of)
         # The modules of `samples` in the order of the forward pass.
         self.modules: tuple[str, ...] = ()
         # XLA must not leave out roundings.
@@ -218,10 +222,8 @@ class _Program:
 
     def _observer(self, measure: Callable[..., Any]) -> _programs.Observer:
         """Returns an observer that distinguishes networks with the same modules."""
-        observer, networks = _programs.Observer(), self.networks
-        observer.measure = measure
-        if networks:
-            observer.network_of = lambda equation: networks.get(_programs.model_call(equation), "")
+        observer = _programs.Observer()
+        observer.measure, observer.networks = measure, self.networks
         return observer
 
     def _of_role(self, *roles: str) -> list[int]:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -45,19 +45,22 @@ class Output(NamedTuple):
     is_computed: Array
 
 
-# JAX does not sort the keys of this type.
-Outputs = OrderedDict[_programs.Path, Output]
+# Module -> output. JAX does not sort the keys of this type.
+Outputs = OrderedDict[str, Output]
 
 
-def with_outputs(fn: Callable[..., PyTree]) -> Callable[..., tuple[PyTree, Outputs]]:
+def with_outputs(
+    fn: Callable[..., PyTree], paths: Sequence[_programs.Path] = ()
+) -> Callable[..., tuple[PyTree, Outputs]]:
     """Transforms `fn` so that it also returns the outputs of its modules.
 
     Args:
       fn: a function of pytrees of arrays that computes gradients.
+      paths: those of the first arrays, by which networks with the same modules are named.
 
     Returns:
-      A function of the same arguments that returns `(result, outputs)`. `outputs` is a dict from
-      the name scopes of a module to its `Output`, in the order of the forward pass.
+      A function of the same arguments that returns `(result, outputs)`. `outputs` is a dict from a
+      module to its `Output`, in the order of the forward pass.
 
     Example:
       >>> def loss(w, x):
@@ -65,18 +68,23 @@ def with_outputs(fn: Callable[..., PyTree]) -> Callable[..., tuple[PyTree, Outpu
       ...         y = x @ w
       ...     return y.sum()
       >>> _, outputs = with_outputs(jax.grad(loss))(jnp.ones((2, 3)), jnp.ones((4, 2)))
-      >>> {scopes: output.values.shape for scopes, output in outputs.items()}
-      {('dense',): (12,)}
+      >>> {module: output.values.shape for module, output in outputs.items()}
+      {'dense': (12,)}
     """
 
     def observed(*args: PyTree) -> tuple[PyTree, Outputs]:
         closed, shape = _programs.record(fn, *args)
-        observer = _Outputs()
-        results = observer.run(closed, jax.tree.leaves(args))
+        observer, leaves = _Outputs(), jax.tree.leaves(args)
+        named = [*paths, *[()] * (len(leaves) - len(paths))]
+        name_of = lambda number, length: "/".join(named[number][:length])
+        observer.networks = _programs.networks_of(closed, named, name_of) if paths else {}
+        results = observer.run(closed, leaves)
         outputs: Outputs = OrderedDict()
-        for key, new in observer.side.items():
+        modules = _programs.modules_of(key.path for key in observer.side)
+        for (key, new), module in zip(observer.side.items(), modules, strict=True):
+            name = "/".join(filter(None, (key.network, module)))
             # Moves the module to its position in the forward pass.
-            outputs[key.path] = _last(outputs.pop(key.path, new), new)
+            outputs[name] = _last(outputs.pop(name, new), new)
         return jax.tree.unflatten(jax.tree.structure(shape), results), outputs
 
     return observed
@@ -142,7 +150,7 @@ def make_probe(run: PureRun) -> Callable[[PyTree, PyTree], Probe]:
     """
 
     def measure(arrays: PyTree, batch: PyTree) -> PyTree:
-        (new, result), outputs = with_outputs(run.step)(arrays, batch)
+        (new, result), outputs = with_outputs(run.step, run.paths)(arrays, batch)
         before, after = run.params(arrays), run.params(new)
         update = jax.tree.map(_difference, after, before)
         state, other = run.state(arrays), run.state(new)
@@ -164,11 +172,7 @@ def make_probe(run: PureRun) -> Callable[[PyTree, PyTree], Probe]:
             loss=float(result.loss),
             grads=leaves_of(result.grads),
             outputs={
-                module: output.values
-                for module, output in zip(
-                    _programs.modules_of(outputs), outputs.values(), strict=True
-                )
-                if output.is_computed
+                module: output.values for module, output in outputs.items() if output.is_computed
             },
             dtypes={path: str(leaf.dtype) for path, leaf in run.state(arrays).items()},
             **{name: float(number) for name, number in numbers.items()},

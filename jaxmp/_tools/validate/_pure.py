@@ -44,6 +44,7 @@ class PureRun(NamedTuple):
         dtypes.
       opt_state: arrays -> state of the optimizer, with its loss scale and skipped steps.
       state: arrays -> all other leaves by path, such as statistics, averages and moments.
+      paths: path of each array of the state, and of each parameter in the tree of parameters.
       audited: the function to audit, and the objects that precede the batch in its arguments.
       first: the first batch, with JAX arrays as leaves; `as_pure` adds it and `batches`.
       batches: all batches; they can be read once.
@@ -56,6 +57,7 @@ class PureRun(NamedTuple):
     with_params: Callable[[PyTree, Leaves], PyTree]
     opt_state: Callable[[PyTree], PyTree]
     state: Callable[[PyTree], dict[str, Array]]
+    paths: list[_core.Path]
     audited: tuple[Any, ...]
     first: PyTree = None
     batches: Iterator[PyTree] = iter(())
@@ -185,7 +187,7 @@ def _pure_tree(run: TrainingRun) -> PureRun:
     opened, initial = structure.unflatten, list(map(_strong, leaves))
     # The parameters of a state whose leaves are their own positions.
     stored = _stored(opened(range(len(leaves))))
-    paths = {n: _core.parameter_path(path) for path, n in _core.leaves_with_path(_inner(stored))}
+    paths = {n: path for path, n in _core.leaves_with_path(_inner(stored))}
     of_collections = set(jax.tree.leaves(stored))
 
     def step(arrays: PyTree, batch: PyTree) -> tuple[PyTree, StepResult]:
@@ -200,8 +202,8 @@ def _pure_tree(run: TrainingRun) -> PureRun:
         return list(map(_strong, jax.tree.leaves(out[0]))), StepResult(loss, _inner(grads))
 
     def with_params(arrays: PyTree, params: Leaves) -> PyTree:
-        new = lambda n, x: jnp.asarray(params[paths[n]], x.dtype) if n in paths else x
-        return list(itertools.starmap(new, enumerate(arrays)))
+        own = {n: params[_core.parameter_path(path)] for n, path in paths.items()}
+        return [jnp.asarray(own[n], x.dtype) if n in own else x for n, x in enumerate(arrays)]
 
     def state_of(arrays: PyTree) -> dict[str, Array]:
         leaves = enumerate(_core.leaves_with_path(opened(arrays)))
@@ -215,6 +217,7 @@ def _pure_tree(run: TrainingRun) -> PureRun:
         with_params=with_params,
         opt_state=opened,
         state=state_of,
+        paths=[paths.get(n, path) for n, (path, _) in enumerate(_core.leaves_with_path(state))],
         audited=(run.step, state),
     )
 
@@ -295,6 +298,11 @@ def _pure_nnx(run: TrainingRun, nodes: tuple[Any, ...]) -> PureRun:
         nnx.update(live[number], _core.map_with_path(new, stored))
         return nnx.as_pure(nnx.split(live)[1])
 
+    titles = [f"{type(node).__name__}[{index}]" for index, node in enumerate(nodes)]
+
+    def path_of(index: str, *names: str) -> _core.Path:
+        return names if int(index) == number else (titles[int(index)], *names)
+
     def opt_states(arrays: PyTree) -> list[PyTree]:
         optimizers = (node for node in objects(arrays) if _core.has_fields(node, "opt_state"))
         return [nnx.as_pure(node.opt_state) for node in optimizers]
@@ -310,7 +318,7 @@ def _pure_nnx(run: TrainingRun, nodes: tuple[Any, ...]) -> PureRun:
             kinds = (nnx.Not(nnx.Param),) if index == number else ()
             is_optimizer = _core.has_fields(node, "opt_state")
             values = node.opt_state if is_optimizer else nnx.state(node, *kinds)
-            trees[f"{type(node).__name__}[{index}]"] = nnx.as_pure(values)
+            trees[titles[index]] = nnx.as_pure(values)
         return {"/".join(path): leaf for path, leaf in _core.leaves_with_path(trees)}
 
     return PureRun(
@@ -321,6 +329,7 @@ def _pure_nnx(run: TrainingRun, nodes: tuple[Any, ...]) -> PureRun:
         with_params=with_params,
         opt_state=opt_states,
         state=state_of,
+        paths=[path_of(*path) for path, _ in _core.leaves_with_path(arrays)],
         audited=(run.step, *nodes),
     )
 
