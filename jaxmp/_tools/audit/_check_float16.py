@@ -168,17 +168,22 @@ def _is_matmul(equation: _programs.Equation) -> bool:
 @FLOAT16_RANGE.on_operation("mul", "square", "integer_pow", passes=_checks.NOT_BACKWARD)
 def label_square(op: _checks.OpOccurrence) -> Square | None:
     """Labels the square of a float16 value."""
+    return _square(op) if _float16_operands(op) and _check_ops.is_square(op.equation) else None
+
+
+def _square(op: _checks.OpOccurrence) -> Square:
     message = "squares of float16 are inf from 256 on, and 0 below 2e-4"
-    if not _float16_operands(op) or not _check_ops.is_square(op.equation):
-        return None
-    fix = _origins.fix_expression("Square in FP32", op) or FLOAT16_RANGE.fix
-    return Square(op, message, fix)
+    return Square(op, message, _origins.fix_expression("Square in FP32", op) or FLOAT16_RANGE.fix)
 
 
-@FLOAT16_RANGE.on_operation("reduce_sum", passes=_checks.NOT_BACKWARD)
+@FLOAT16_RANGE.on_operation("reduce_sum", "dot_general", passes=_checks.NOT_BACKWARD)
 def collect_sums(op: _checks.OpOccurrence) -> None:
-    """Collects sums of squares, as for a norm."""
+    """Collects sums of squares, as for a norm, and inner products of a vector with itself."""
     squares = op.labels(Square)
+    if op.name == "dot_general":
+        vectors = {op.body.source_of(var, _checks.LAYOUT) for var in op.operands}
+        is_square = len(vectors) == 1 and _programs.is_inner_product(op.equation)
+        squares = [_square(op)] if is_square and _float16_operands(op) else []
     op.audit.collected[FLOAT16_RANGE] += [(square, op) for square in squares]
 
 

@@ -64,7 +64,7 @@ class RoundedDifference(RoundedTerm):
 class Probability(_labels.Fact):
     """Label of a 16-bit sigmoid, softmax, tanh or uniform random number."""
 
-    survives = _MOVES | _core.named("sub add max min clamp mul square integer_pow")
+    survives = _MOVES | _core.named("sub add max min clamp mul div neg square integer_pow")
 
     def __init__(self, op: OpOccurrence, name: str) -> None:
         self.op, self.name = op, name
@@ -203,7 +203,7 @@ def label_probability(op: OpOccurrence) -> Probability | None:
     return Probability(op, name) if name in _PROBABILITIES else None
 
 
-@LOG_OF_ROUNDED.on_operation("log", "log1p", "atanh")
+@LOG_OF_ROUNDED.on_operation("log", "log1p", "log2", "atanh")
 def check_logarithm(op: OpOccurrence) -> None:
     """Reports the logarithm or arctanh of a probability that was rounded to 16 bits."""
     for label in op.labels(Probability, op.operands[0])[:1]:
