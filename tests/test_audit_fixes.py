@@ -125,10 +125,6 @@ def decayed(u, factor):
     [
         (["return jnp.cumsum(x, 0).astype(jnp.float32)[-1]"], lambda x: x.sum(0)),
         (
-            ["q = jnp.cumsum(x, axis=0)", "return q.sum(0).astype(jnp.float32)"],
-            lambda x: x.cumsum(0).sum(0),
-        ),
-        (
             ["p = jax.nn.log_softmax(x)", "return p.astype(jnp.float32).mean(0)"],
             lambda x: log_softmax(x).mean(0),
         ),
@@ -578,21 +574,6 @@ PASTED = {
             "return jax.grad(loss)(p)['w']",
         ],
         ["h.astype(jnp.float32) - jnp.ones((8, 16), bf)"],
-    ),
-    "an epsilon of 0": (
-        [
-            "h = fwd(p, args[0][0], f16)",
-            "h = h / (jnp.max(jnp.abs(h), -1, keepdims=True) + 1e-8)",
-            "return (h @ h.T).astype(jnp.float32)",
-        ],
-        [".astype(jnp.float32) + 1e-08)).astype(jnp.float16)"],
-    ),
-    "a log of a sigmoid": (
-        [
-            "q = jax.nn.sigmoid(fwd(p, args[0][0]))",
-            "return jnp.log(1 - q + 1e-8).astype(jnp.float32).mean()",
-        ],
-        ["jax.nn.sigmoid(fwd(p, args[0][0]).astype(jnp.float32))"],
     ),
     "steps in bf16": (
         ["t = args[1].astype(bf) / 1000", "return p['w'] * (1 - t.astype(jnp.float32))"],

@@ -81,33 +81,24 @@ def test_captured_outputs_are_those_that_flax_captures():
 @pytest.mark.parametrize("is_nnx", [False, True])
 def test_a_teacher_with_the_modules_of_its_student_has_outputs_of_its_own(is_nnx):
     wrap, (x,) = jaxmp.load_recipe("fp32").wrap, data(0, 1)
-    call = (lambda model, x: model(x)) if is_nnx else wrap(Perceptron()).apply
-    student, teacher = (
-        wrap(models_nnx.Perceptron(nnx.Rngs(n)))
-        if is_nnx
-        else Perceptron().init(jax.random.key(n), x)
-        for n in range(2)
-    )
-    loss = lambda student, teacher: jnp.mean((call(student, x) - call(teacher, x)) ** 2)
+    linen = lambda n: Perceptron().init(jax.random.key(n), x)["params"]
+    models = [wrap(models_nnx.Perceptron(nnx.Rngs(n))) if is_nnx else linen(n) for n in range(2)]
 
-    def step(state, _):
-        value, grads = jax.value_and_grad(loss)(state["params"], state["teacher"])
-        return state, {"loss": value, "grads": grads}
+    def call(model):
+        return model(x) if is_nnx else wrap(Perceptron()).apply({"params": model}, x)
 
-    def step_of_nnx(student, teacher, _):
-        value, grads = nnx.value_and_grad(loss)(student, teacher)
-        return {"loss": value, "grads": grads}
+    def step(*args):
+        student, teacher = args[:2] if is_nnx else (args[0]["params"], args[0]["teacher"])
+        metrics = {"loss": jnp.mean((call(student) - call(teacher)) ** 2)}
+        return metrics if is_nnx else (args[0], metrics)
 
-    state = (student, teacher) if is_nnx else {"params": student, "teacher": teacher}
-    step = step_of_nnx if is_nnx else step
+    state = tuple(models) if is_nnx else dict(zip(("params", "teacher"), models, strict=True))
     run = jaxmp.TrainingRun(state=state, step=step, batches=[x], evaluate=lambda *_: 0.0)
     pure = as_pure(run, "run", 1)
-    probe = make_probe(pure)(pure.arrays, pure.first)
-    for name, model in (("", student), ("Perceptron[1]/" if is_nnx else "teacher/", teacher)):
-        kernel = model.hidden.kernel if is_nnx else model["params"]["hidden"]["kernel"]
-        np.testing.assert_allclose(
-            probe.outputs[f"{name}hidden"], (x @ kernel).ravel(), rtol=1e-5, atol=1e-6
-        )
+    outputs = make_probe(pure)(pure.arrays, pure.first).outputs
+    for name, model in zip(("", "Perceptron[1]/" if is_nnx else "teacher/"), models, strict=True):
+        kernel = model.hidden.kernel if is_nnx else model["hidden"]["kernel"]
+        np.testing.assert_allclose(outputs[f"{name}hidden"], (x @ kernel).ravel(), atol=1e-5)
 
 
 # ---------------------------------------------------------------------------
