@@ -181,8 +181,8 @@ def collect_sums(op: _checks.OpOccurrence) -> None:
     """Collects sums of squares, as for a norm, and inner products of a vector with itself."""
     squares = op.labels(Square)
     if op.name == "dot_general":
-        vectors = {op.body.source_of(var, _checks.LAYOUT) for var in op.operands}
-        is_square = len(vectors) == 1 and _programs.is_inner_product(op.equation)
+        first, second = (op.body.source_of(var, _checks.LAYOUT) for var in op.operands)
+        is_square = first is second and _programs.is_inner_product(op.equation)
         squares = [_square(op)] if is_square and _float16_operands(op) else []
     op.audit.collected[FLOAT16_RANGE] += [(square, op) for square in squares]
 

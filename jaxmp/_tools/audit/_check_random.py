@@ -22,17 +22,17 @@ RANDOM_16BIT = _checks.Check(
     fix="is_kept = jax.random.uniform(key, x.shape) < 0.999",
 )
 
+# `jax.random.uniform` draws multiples of 2**-7 or 2**-10, so that a probability of n such steps is
+# wrong by up to 1/n. The documentation of `jax.random.bernoulli` has the same limit for float32.
 _NOTABLE = 0.25
 # The exact probability is that of as many equal parts of the interval.
 _PARTS = 2**16
-_COMPARISONS: dict[str, Any] = {
-    **{"lt": np.less, "le": np.less_equal, "gt": np.greater, "ge": np.greater_equal}
-}
-_FUNCTIONS: dict[str, Any] = _COMPARISONS | {
-    **{"floor": np.floor, "ceil": np.ceil, "round": np.rint, "convert_element_type": np.positive},
-    **{"add": np.add, "sub": np.subtract, "mul": np.multiply, "div": np.divide, "neg": np.negative},
-    **{"max": np.maximum, "min": np.minimum, "abs": np.abs},
-}
+_COMPARISONS = {"lt": np.less, "le": np.less_equal, "gt": np.greater, "ge": np.greater_equal}
+_ROUNDINGS = {"floor": np.floor, "ceil": np.ceil, "round": np.rint}
+_ARITHMETIC = {"add": np.add, "sub": np.subtract, "mul": np.multiply, "div": np.divide}
+_EXACT = {"neg": np.negative, "abs": np.abs, "max": np.maximum, "min": np.minimum}
+_FUNCTIONS: dict[str, Any] = {"convert_element_type": np.positive} | _EXACT | _ARITHMETIC
+_FUNCTIONS |= _ROUNDINGS | _COMPARISONS
 
 
 @dataclasses.dataclass(eq=False)
@@ -47,10 +47,9 @@ class Draw(_labels.Fact):
     def report(self, op: _checks.OpOccurrence, message: str, severity: str = "") -> None:
         """Reports an operation that reads it."""
         step = f"{2 / _checks.stagnation(self.op.dtype):.2g}"
-        message = (
-            f"a uniform random number in {self.op.dtype.name} is a multiple of {step}{message}."
-        )
-        op.add(RANDOM_16BIT, message, _origins.fix_operation(self.op), severity=severity)
+        draw = f"a uniform random number in {self.op.dtype.name} is a multiple of {step}"
+        fix = _origins.fix_operation(self.op)
+        op.add(RANDOM_16BIT, f"{draw}{message}.", fix, severity=severity)
 
 
 @RANDOM_16BIT.on_operation("bitcast_convert_type")
@@ -81,7 +80,7 @@ def follow_draw(op: _checks.OpOccurrence) -> Draw | None:
     with np.errstate(all="ignore"):
         function = np.trunc if is_cut else _FUNCTIONS[op.name]
         low, exact = (function(*each) for each in zip(*known, strict=True))
-    if is_float and op.name not in ("floor", "ceil", "round"):
+    if is_float and op.name not in _ROUNDINGS:
         return Draw(draw.op, (low.astype(op.dtype), exact))
     outcomes, counts = np.unique(exact, return_counts=True)
     ratios = np.mean(low[:, None] == outcomes, axis=0) * _PARTS / counts
