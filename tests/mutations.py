@@ -129,12 +129,12 @@ test_attention_cudnn.py::test_left_padding_by_a_bias_of_minus_infinity
 autocast: a gradient inside of the function is not checked
 - elif interpreter.has_backward:
 + elif False:
-test_hints.py::test_a_gradient_inside_of_autocast_is_checked_too
+test_hints.py::test_gradients_around_and_inside_of_autocast_are_checked_too
 
 autocast: a loss that is scaled inside of the function gets the hint of an unscaled gradient
 - _device._hints.note_scaled((args, kwargs))
 + pass
-test_hints.py::test_a_function_under_autocast_is_checked_too
+test_hints.py::test_gradients_around_and_inside_of_autocast_are_checked_too
 
 a function whose matmuls are all in a custom_vjp gets no warning
 -  or interpreter.uncast_text(name)
@@ -162,10 +162,8 @@ a narrow matmul under autocast promotes what its result meets
 test_fp32_outputs.py::test_autocast_does_not_promote_what_a_narrow_result_meets
 
 autocast rounds where the program does, although a loss follows
-- and use & (
--             _programs.SENSITIVE & ~Use.RESULT
--         )
-+ and False
+- _programs.SENSITIVE & ~Use.RESULT
++ Use(0)
 test_autocast_decisions.py::test_differences_of_probabilities_are_not_rounded
 
 the gradient of a gather is summed in 16 bits
@@ -492,10 +490,8 @@ test_leaks.py::test_a_class_dies_as_without_policies
 """,
     "jaxmp/_flax/_shardings.py": r"""
 an array that is an attribute of an NNX module cannot be differentiated
--     if not isinstance(variable, nnx.Variable):
--         return variable
-+     if False:
-+         return variable
+- if not isinstance(variable, nnx.Variable):
++ if False:
 test_nnx_gradients.py::test_an_array_that_is_an_attribute_is_differentiated
 """,
     "jaxmp/_flax/_train_state.py": r"""
@@ -713,7 +709,7 @@ test_hints.py::test_forces_in_a_scaled_loss_have_no_hint
 a recipe that was not applied is not said
 -     if any(_core.bits(dtype) <= 16
 +     if not any(_core.bits(dtype) <= 16
-test_hints.py::test_a_recipe_that_was_not_applied_is_said_without_float16_too
+test_hints.py::test_each_training_whose_parts_do_not_fit_has_a_hint
 
 a teacher in float16 must have a loss scale
 - if not traces_of(inputs) <= loss.outer:
@@ -1005,7 +1001,7 @@ test_audit.py::test_flops_of_convolutions_and_their_gradients
 the branches of an inner condition add up
 - inside = [max(inside, key=Counter.total)]
 + inside = list(inside)
-test_audit.py::test_flops_of_control_flow
+test_audit.py::test_flops_of_control_flow_and_groups
 
 a transposed last layer multiplies as XLA's CPU compiler refuses
 - if dtypes and _compat.target() == "cpu":
@@ -1263,9 +1259,7 @@ test_audit_plants.py::test_defects_in_parts_of_programs
 
 the audit is silent about rounded log-probabilities that are compared
 -     if _programs.Use.ORDER in op.use:
--         term
 +     if False:
-+         term
 test_audit_plants.py::test_defects_in_parts_of_programs
 
 the audit is silent about a rounded matrix that is factorized
@@ -1436,9 +1430,7 @@ test_audit.py::test_powers_overflow_in_float16_alone
 
 the fix of a power rounds its result to float16 again
 - fix = _origins.fix_operation(op, back)
--     else:
 + fix = _origins.fix_operation(op, dtype.name)
-+     else:
 test_audit.py::test_powers_overflow_in_float16_alone
 
 a scalar parameter with an FP32 master is a loss
@@ -1492,7 +1484,7 @@ test_audit_plants.py::test_state_of_a_training_step
 an average beside packed masters is taken for a moment
 - (bool(update.others & trained) or is_beside_packed)
 + bool(update.others & trained)
-test_audit_steps.py::test_an_average_beside_masters_has_its_own_fix
+test_audit_steps.py::test_averages_beside_masters_are_reported_and_the_fix_is_clean
 
 the audit overlooks averages of the parameters before the update
 - trained = masters.union(n for n in stored if
@@ -2313,10 +2305,8 @@ test_parity.py::test_the_criterion_accepts_last_bits_and_finds_roundings
 """,
     "jaxmp/checkpoint/_checkpointer.py": r"""
 the checksums of files are not compared when a checkpoint is restored
--         if verify:
--             self._verify_files(directory, manifest)
-+         if not verify:
-+             self._verify_files(directory, manifest)
+- if verify:
++ if not verify:
 test_checkpoint.py::test_damage_to_any_file_is_refused_by_its_name
 
 a migration is advised that would be refused
@@ -2577,10 +2567,8 @@ test_optim.py::test_optax_maps_over_the_states_that_are_like_the_parameters
 """,
     "jaxmp/optim/_master.py": r"""
 the new master is not written
--         if stored.dtype != jnp.int16:
--             return emitted, new, over
-+         if stored.dtype != jnp.int16:
-+             return emitted, stored, over
+- return emitted, new, over
++ return emitted, stored, over
 test_optim.py::test_plain_optax_loop_lands_on_the_cast_master
 
 parameters that the user replaces are reverted

@@ -4,7 +4,6 @@ import contextlib
 import dataclasses
 import functools
 import inspect
-import itertools
 import logging
 import pickle
 
@@ -275,6 +274,16 @@ def test_a_long_sequence_against_fp64(dtype, length):
     operands = inputs(length, length, heads=1, groups=1, size=32, dtype=dtype, batch=1)
     with standard():
         check_errors(arguments(*operands, is_causal=True, wide_gradients=True))
+
+
+@pytest.mark.parametrize("left", [1, 16])
+def test_a_window_reaches_into_the_block_before(left):
+    """The first query of a block reads the last key of the block, or that of the one before."""
+    stated = {"is_causal": True, "local_window_size": (left, 0)}
+    options = dict(bias=None, mask=None, stated=stated, uneven=0)
+    call = drawn((32, 32), 2, 2, "float32", (8, 4), seed=0, **options)
+    result, expected = (IMPLEMENTATIONS[name](call) for name in ("blockwise", "xla"))
+    np.testing.assert_allclose(result, expected, atol=1e-5)
 
 
 # ---------------------------------------------------------------------------
@@ -598,58 +607,6 @@ def test_layers_of_one_shape_are_traced_once():
 
 
 # ---------------------------------------------------------------------------
-# Memory
-# ---------------------------------------------------------------------------
-
-
-def temporary(length, implementation):
-    shape = jax.ShapeDtypeStruct((1, length, 2, 16), jnp.bfloat16)
-
-    def fn(q, k, v):
-        out = dot_product_attention(q, k, v, is_causal=True, implementation=implementation)
-        return out.astype(jnp.float32).sum()
-
-    compiled = jax.jit(jax.grad(fn, (0, 1, 2))).lower(shape, shape, shape).compile()
-    return compiled.memory_analysis().temp_size_in_bytes
-
-
-@EXPENSIVE
-def test_memory_of_blocks_grows_linearly():
-    sizes = [temporary(length, "blockwise") for length in (2048, 4096, 8192)]
-    # Twice the positions require at most twice the bytes; all pairs would require four times.
-    assert all(after <= 2 * before for before, after in itertools.pairwise(sizes))
-    assert temporary(8192, "xla") > 10 * sizes[-1]
-
-
-@pytest.mark.slow
-def test_sixteen_thousand_positions_train_on_a_cpu():
-    query, key, value = inputs(16384, 16384, 2, 2, 16, 16, jnp.bfloat16, batch=1)
-
-    @jax.jit
-    def step(key):
-        fn = lambda k: dot_product_attention(query, k, value, is_causal=True).astype("float32")
-        loss, gradient = jax.value_and_grad(lambda k: (fn(k) ** 2).mean())(key)
-        return loss, key - 1e3 * gradient.astype(key.dtype)
-
-    losses = []
-    for _ in range(3):
-        loss, key = step(key)
-        losses.append(float(loss))
-    assert choice(query, key, value, is_causal=True).implementation == "blockwise"
-    assert losses[2] < losses[1] < losses[0]
-
-
-@pytest.mark.parametrize("left", [1, 16])
-def test_a_window_reaches_into_the_block_before(left):
-    """The first query of a block reads the last key of the block, or that of the one before."""
-    stated = {"is_causal": True, "local_window_size": (left, 0)}
-    options = dict(bias=None, mask=None, stated=stated, uneven=0)
-    call = drawn((32, 32), 2, 2, "float32", (8, 4), seed=0, **options)
-    result, expected = (IMPLEMENTATIONS[name](call) for name in ("blockwise", "xla"))
-    np.testing.assert_allclose(result, expected, atol=1e-5)
-
-
-# ---------------------------------------------------------------------------
 # The choice
 # ---------------------------------------------------------------------------
 
@@ -851,27 +808,21 @@ LAYERS = [nn.dot_product_attention, nnx.dot_product_attention]
 
 @EXPENSIVE
 @pytest.mark.parametrize("flax", LAYERS, ids=["linen", "nnx"])
-def test_what_a_layer_states_agrees_with_the_mask(flax):
-    query, key, value = inputs(12, 12)
+def test_a_function_for_layers_computes_what_flax_computes_with_a_mask(flax):
+    plain = inputs(12, 12)
+    stacked = tuple(jnp.stack([a, a / 2, a / 3]) for a in plain)
     causal = jnp.tri(12, dtype=bool)[None, None]
     window = causal & (jnp.arange(12)[None, :] >= jnp.arange(12)[:, None] - 3)[None, None]
-    for options, mask in (({"is_causal": True}, causal), ({"local_window_size": (3, 0)}, window)):
-        got = jaxmp.attention_fn(**options, implementation="blockwise")(query, key, value)
+    blockwise = functools.partial(jaxmp.attention_fn, implementation="blockwise")
+    for operands, got, mask in (
+        (plain, blockwise(is_causal=True)(*plain), causal),
+        (plain, blockwise(local_window_size=(3, 0))(*plain), window),
+        (stacked, jaxmp.attention_fn()(*stacked, mask=causal[None]), causal[None]),
+    ):
         with standard():
-            want = flax(query, key, value, mask=mask)
+            want = flax(*operands, mask=mask)
+        assert got.shape == operands[0].shape
         np.testing.assert_allclose(got, want, rtol=2e-5, atol=2e-6)
-
-
-@EXPENSIVE
-@pytest.mark.parametrize("flax", LAYERS, ids=["linen", "nnx"])
-def test_leading_dimensions(flax):
-    query, key, value = (jnp.stack([a, 2 * a, 3 * a]) for a in inputs(6, 6))
-    mask = jnp.tri(6, dtype=bool)[None, None, None]
-    got = jaxmp.attention_fn()(query, key, value, mask=mask)
-    with standard():
-        want = flax(query, key, value, mask=mask)
-    assert got.shape == (3, 2, 6, 4, 8)
-    np.testing.assert_allclose(got, want, rtol=2e-5, atol=2e-6)
 
 
 def attention_names(fn, *args):

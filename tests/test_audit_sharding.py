@@ -114,8 +114,13 @@ def test_reduce_dtype_decides_whether_gradients_in_16_bits_are_an_error():
     report = compiled(plain, policies="bf16")
     assert severities(report)["all_reduce_16bit"] == "error"
     assert sent(report, "gradient") == {"bfloat16": 2 * LAYERS * ONE}
+    sums = [row for row in report.collectives if row.content == "gradient"]
+    assert {(row.phase, row.axes) for row in sums} == {("backward", ("data",))}
+    # The compiler alone inserts them. Without policies, FP32 is not requested.
+    assert audit(plain, PARAMS, BATCH, recipe="bf16").ok
     allowed = jaxmp.load_recipe("bf16").replace(reduce_dtype="bfloat16")
-    assert severities(compiled(plain, policies=allowed))["all_reduce_16bit"] == "warning"
+    for policies in (allowed, None):
+        assert severities(compiled(plain, policies=policies))["all_reduce_16bit"] == "warning"
     report = compiled(step_of(mlp), policies="bf16")
     assert "all_reduce_16bit" not in severities(report)
     assert sent(report, "gradient") == {"float32": 4 * LAYERS * ONE}
@@ -185,6 +190,7 @@ def test_the_gradient_of_an_activation_that_only_a_scale_reads_is_no_error():
     assert severities(report) == {}
     rows = {(r.content, r.dtype, r.axes) for r in report.collectives if r.bytes > 4096}
     assert rows == {("activation", "bfloat16", ("model",)), ("gradient", "float32", ("data",))}
+    assert len([note for note in report.notes if "as in tensor parallelism" in note]) == 1
 
 
 @needs_compiler

@@ -160,31 +160,6 @@ def test_masters_of_jaxmp(master):
         assert "implicit_promotion" not in found
 
 
-@pytest.mark.parametrize("new", [True, False])
-@pytest.mark.parametrize("master", ["fp32", "packed"])
-def test_an_average_beside_masters_has_its_own_fix(master, new):
-    recipe = jaxmp.load_recipe("bf16_params").replace(master=master)
-    state = new_state({"w": jnp.ones((64, 64))}, recipe, relaxed(optax.adam(1e-3)))
-
-    def step(state, averages, x):
-        _, grads = state.value_and_grad(lambda p: loss(p["w"], x))()
-        after = state.apply_gradients(grads=grads)
-        params = (after if new else state).params
-        return after, {"ema": optax.incremental_update(params, averages["ema"], 0.005)}
-
-    report = audit(step, state, {"ema": state.params}, X, recipe=recipe)
-    (finding,) = report.errors
-    assert finding.check == "accumulator_16bit" and "average parameters" in finding.message
-    assert "jaxmp.optim.incremental_update(params, ema, step_size)" in finding.fix
-
-    def fixed(state, averages, x):
-        _, grads = state.value_and_grad(lambda p: loss(p["w"], x))()
-        state = state.apply_gradients(grads=grads)
-        return state, {"ema": jaxmp.optim.incremental_update(state, averages["ema"], 0.005)}
-
-    assert audit(fixed, state, {"ema": jaxmp.optim.fp32_copy(state)}, X, recipe=recipe).ok
-
-
 def test_stochastic_rounding_needs_no_masters():
     inner = (
         jaxmp.load_recipe("bf16_params").replace(master="none").optimizer(relaxed(optax.adam(1e-3)))
@@ -341,17 +316,21 @@ def test_an_average_of_parameters(step):
     assert counts(step, W, W, X) == {}
 
 
-def average_of_the_last_step(state, ema, x):
-    """Averages the parameters before the update, which are rounded masters."""
+def average_of_the_last_step(state, ema, x, new=False):
+    """Averages the parameters before or after the update, which are rounded masters."""
     grads = state.value_and_grad(lambda p, x: loss(p["w"], x))(x)[1]
-    return state.apply_gradients(grads=grads), optax.incremental_update(state.params, ema, 0.005)
+    after = state.apply_gradients(grads=grads)
+    params = after.params if new else state.params
+    return after, optax.incremental_update(params, ema, 0.005)
 
 
-@pytest.mark.parametrize("form", ["arguments", "dict", "optax.ema"])
+@pytest.mark.parametrize("form", ["arguments", "dict", "optax.ema", "new", "packed"])
 def test_averages_beside_masters_are_reported_and_the_fix_is_clean(form):
-    params = {"w": jnp.ones((64, 64))}
-    state = new_state(params, "bf16_params")
-    step, ema = average_of_the_last_step, state.params
+    params, recipe = {"w": jnp.ones((64, 64))}, jaxmp.load_recipe("bf16_params")
+    if form == "packed":
+        recipe = recipe.replace(master="packed")
+    state = new_state(params, recipe, relaxed(optax.adam(1e-3)))
+    step, ema = functools.partial(average_of_the_last_step, new=form == "new"), state.params
     if form == "dict":
         step = lambda s, x: average_of_the_last_step(s["train"], s["ema"], x)
     if form == "optax.ema":
@@ -365,6 +344,9 @@ def test_averages_beside_masters_are_reported_and_the_fix_is_clean(form):
     (finding,) = audit(step, *args).errors
     id = "optimizer_state_16bit" if form == "optax.ema" else "accumulator_16bit"
     assert finding.check == id and "ema = " in finding.fix
+    if form != "optax.ema":
+        assert "average parameters" in finding.message
+        assert "jaxmp.optim.incremental_update(params, ema, step_size)" in finding.fix
     scope = {"jaxmp": jaxmp, "params": state, "step_size": 0.005}
     exec(code_of(finding), scope)
     assert scope["ema"]["w"].dtype == F32
@@ -452,10 +434,11 @@ def test_forward_sums_and_caches_are_no_accumulators():
 # ---------------------------------------------------------------------------
 
 
-def over_devices(step, **options):
+def over_devices(step, *axes, **options):
     """Returns a step that each of four devices runs for its rows of the batch."""
     mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
-    specs = dict(in_specs=(PartitionSpec(), PartitionSpec("data")), out_specs=PartitionSpec())
+    spec = PartitionSpec(*axes)
+    specs = dict(in_specs=(spec, PartitionSpec("data")), out_specs=spec)
     return jax.shard_map(step, mesh=mesh, **specs, **options)
 
 
@@ -500,16 +483,13 @@ def test_gradients_that_jax_itself_reduces():
 
 def test_gradients_of_parameters_that_are_gathered():
     """In FSDP, the gradient of a parameter gathered in 16 bits is summed in 16 bits."""
-    mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
-    spec = PartitionSpec("data")
 
     def audited(gather):
         def step(w, x):
             grads = jax.grad(lambda w: jnp.mean((x.astype(BF16) @ gather(w)).astype(F32) ** 2))(w)
             return w - 0.1 * grads
 
-        specs = dict(in_specs=(spec, spec), out_specs=spec)
-        return audit(jax.shard_map(step, mesh=mesh, **specs), W, X, recipe="bf16")
+        return audit(over_devices(step, "data"), W, X, recipe="bf16")
 
     (finding,) = audited(lambda w: lax.all_gather(w.astype(BF16), "data", tiled=True)).errors
     assert finding.check == "all_reduce_16bit"

@@ -40,16 +40,6 @@ W, X = floats(8, 8) / 3, floats(4, 8, seed=1)
 # ---------------------------------------------------------------------------
 
 
-def test_products_are_low_and_sums_are_not():
-    def fn(w, x):
-        return jax.nn.softmax(x @ w).sum()
-
-    traced = trace(autocast(fn, MIXED), W, X)
-    assert [dtypes(e) for e in products(traced)] == [(BF16, BF16, F32)]
-    for equation in named(traced, "exp", "reduce_sum", "div"):
-        assert equation.outvars[0].aval.dtype == F32
-
-
 @pytest.mark.parametrize(
     ("fn", "operand"),
     [
@@ -122,8 +112,9 @@ def test_arithmetic_is_wide_only_on_the_way_to_fp32():
 
 def test_a_square_written_as_a_product_is_one():
     x = jnp.full((4, 8), 300.0)
-    fn = autocast(lambda w, x: ((y := x @ w) * y).mean(), "p=f32,c=f16,o=f32")
-    np.testing.assert_allclose(fn(jnp.eye(8), x), 300.0**2)
+    for square in (lambda y: y * y, lambda y: y**2):
+        fn = autocast(lambda w, x, of=square: of(x @ w).mean(), "p=f32,c=f16,o=f32")
+        np.testing.assert_allclose(fn(jnp.eye(8), x), 300.0**2)
     twice = autocast(lambda w, x: ((y := x @ w) * y) @ w, MIXED, ops={"square": "follow"})
     assert dtypes(named(trace(twice, W, X), "mul")[0])[0] == BF16
 
@@ -278,13 +269,6 @@ def test_a_matmul_of_complex_and_real_numbers_is_not_cast(recipe):
     jax.tree.map(np.testing.assert_array_equal, ours, jax.value_and_grad(fn, (0, 1))(w, x))
     for row in jaxmp.explain(fn, "bf16")(w, x).autocast.rows:
         assert set(row.dtype.split(" x ")) == {"float32", "complex64"} and row.reason == reason
-
-
-def test_fp16_sums_do_not_overflow():
-    x = jnp.full((64,), 3000.0)
-    fn = lambda w, x: ((x @ w) ** 2).mean()
-    out = autocast(fn, "p=f32,c=f16,o=f32")(jnp.eye(64), x)
-    np.testing.assert_allclose(out, 9e6, rtol=1e-2)
 
 
 # ---------------------------------------------------------------------------

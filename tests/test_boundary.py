@@ -1,5 +1,6 @@
 """Casts at module boundaries: range, exceptions, and error messages."""
 
+import itertools
 import pickle
 import re
 
@@ -203,16 +204,13 @@ def test_complex_layers_give_plain_results(policy):
     )
     layer = nn.Dense(3, param_dtype="complex64")
     variables = layer.init(jax.random.key(0), x)
-    for inputs in (x, x.real):
-        with jax.numpy_dtype_promotion("standard"):
-            out = jaxmp.load_recipe(policy).wrap(layer).apply(variables, inputs)
-            np.testing.assert_array_equal(out, layer.apply(variables, inputs))
-            assert jnp.abs(out.imag).max() > 0.1
     linear = nnx.Linear(4, 3, param_dtype="complex64", rngs=nnx.Rngs(0))
-    for inputs in (x, x.real):
+    calls = (layer, lambda model, x: model.apply(variables, x)), (linear, lambda model, x: model(x))
+    for (model, call), inputs in itertools.product(calls, (x, x.real)):
         with jax.numpy_dtype_promotion("standard"):
-            out = jaxmp.load_recipe(policy).wrap(linear)(inputs)
-            np.testing.assert_array_equal(out, linear(inputs))
+            out = call(jaxmp.load_recipe(policy).wrap(model), inputs)
+            np.testing.assert_array_equal(out, call(model, inputs))
+            assert jnp.abs(out.imag).max() > 0.1
 
 
 def test_a_layer_called_with_complex_and_real_inputs_follows_each():

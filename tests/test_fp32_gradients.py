@@ -692,12 +692,8 @@ def rounded_sums(jaxpr):
     return result
 
 
-def load(recipe):
-    return jaxmp.load_recipe(recipe) if isinstance(recipe, str) else recipe
-
-
 def linen_gradients(recipe):
-    recipe = load(recipe)
+    recipe = jaxmp.load_recipe(recipe)
     model = recipe.wrap(Model())
     params = model.init(jax.random.key(0), TOKENS)
     tx = recipe.optimizer(optax.sgd(0.1))
@@ -707,7 +703,7 @@ def linen_gradients(recipe):
 
 
 def nnx_gradients(recipe):
-    recipe = load(recipe)
+    recipe = jaxmp.load_recipe(recipe)
     model = recipe.wrap(NnxModel(nnx.Rngs(0)))
     optimizer = jaxmp.nnx.Optimizer(model, recipe.optimizer(optax.sgd(0.1)))
     return pure_gradients(model, optimizer, lambda m, tokens: token_loss(m(tokens), tokens))

@@ -15,7 +15,6 @@ from flax import nnx
 import gpt
 import jaxmp
 import language_models
-from arrays import assert_close
 from gpt_programs import accessed, count, kernels
 from gpu_compiler import needs_compiler
 from grids import EXPENSIVE, REST, fast_cases
@@ -162,17 +161,6 @@ def test_loss_and_gradient_against_fp64(framework, recipe, tolerance):
     loss, gradient = loss_and_gradient(recipe, framework)
     assert float(loss) == pytest.approx(reference_loss(params()), rel=tolerance)
     language_models.check_gradient(reference_loss, params(), gradient, tolerance)
-
-
-@EXPENSIVE
-@pytest.mark.parametrize(("recipe", "tolerance"), [("fp32", ROUNDING), ("fp16", 2e-3)])
-def test_nnx_computes_what_linen_computes(recipe, tolerance):
-    loss, gradient = loss_and_gradient(recipe, "linen")
-    nnx_loss, nnx_gradient = loss_and_gradient(recipe, "nnx")
-    assert float(nnx_loss) == pytest.approx(float(loss), rel=tolerance)
-    for leaf in jax.tree.leaves((gradient, nnx_gradient)):
-        assert leaf.dtype == jnp.float32
-    assert_close(nnx_gradient, gradient, tolerance)
 
 
 @pytest.mark.parametrize(("framework", "recipe"), [("linen", "fp32"), ("nnx", "bf16")])

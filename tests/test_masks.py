@@ -80,7 +80,8 @@ class Nnx(nnx.Module):
 def linen(make, recipe, **options):
     model = Linen(make, tuple(options.items()))
     variables = jax.jit(model.init)(jax.random.key(1), X, TOKENS)
-    return lambda x, tokens: recipe.wrap(model).apply(variables, x, tokens)
+    rngs = {"dropout": jax.random.key(2)}
+    return lambda x, tokens: recipe.wrap(model).apply(variables, x, tokens, rngs=rngs)
 
 
 def in_nnx(make, recipe, **options):
@@ -173,20 +174,8 @@ def test_dropout_and_grouped_heads(model):
     _, make = MASKS["causal"]
     options = {"dropout_rate": 0.5, "deterministic": False}
     options |= {"num_kv_heads": 2} if model is in_nnx else {}
-    if model is linen:
-        layer = Linen(make, tuple(options.items()))
-        variables = jax.jit(layer.init)(jax.random.key(1), X, TOKENS)
-        run = lambda **settings: (
-            recipe(implementation="xla", **settings)
-            .wrap(layer)
-            .apply(variables, X, TOKENS, rngs={"dropout": jax.random.key(2)})
-        )
-    else:
-        rngs = lambda: nnx.Rngs(dropout=5)
-        run = lambda **settings: recipe(implementation="xla", **settings).wrap(
-            nnx.MultiHeadAttention(4, WIDTH, decode=False, rngs=nnx.Rngs(0), **options)
-        )(X, mask=make(TOKENS), rngs=rngs())
-    array, declared = jax.jit(lambda: (run(), run(mask="causal")))()
+    run = lambda **settings: model(make, recipe(implementation="xla", **settings), **options)
+    array, declared = jax.jit(lambda: (run()(X, TOKENS), run(mask="causal")(X, TOKENS)))()
     assert jnp.abs(array - declared).max() < ROUNDINGS
 
 

@@ -62,26 +62,13 @@ def found():
     return {name for name, module in pairs if not KERNEL.match(module)} | KERNEL_CALLS & every
 
 
-def without_a_row(names, rows):
-    return sorted(set(names) - set(rows))
-
-
 def test_every_primitive_of_the_installed_jax_has_a_row(found):
-    assert without_a_row(found, DEFAULT_OPS) == []
-    assert len(found) > 280
+    assert found <= set(DEFAULT_OPS) and len(found) > 280
 
 
-def test_the_public_list_of_primitives_has_rows(found):
+def test_the_public_list_of_primitives_is_found(found):
     public = {value.name for name, value in vars(primitives).items() if name.endswith("_p")}
     assert public <= found and len(public) > 150
-    assert without_a_row(public, DEFAULT_OPS) == []
-
-
-@pytest.mark.parametrize("name", ["exp", "dot_general", "scan", "pallas_call", "psum", "scatter"])
-def test_a_missing_row_is_noticed(found, name):
-    assert without_a_row(found, {row: DEFAULT_OPS[row] for row in DEFAULT_OPS if row != name}) == [
-        name
-    ]
 
 
 # Rows for supported versions of JAX other than the installed one.

@@ -142,14 +142,9 @@ def test_the_statistics_of_a_registered_norm_are_fp32(norm, dense, program):
 def test_the_dtype_of_a_registered_norm_is_fp32():
     norm = linen_norm()
     jaxmp.register_layer(norm, norm=True, dtype="dtype")
-
-    def seen(policies, **fields):
-        model = jaxmp.load_recipe(policies).wrap(norm(**fields))
-        variables = norm().init(KEY, X)
-        _, state = model.apply(variables, X, mutable="intermediates")
-        return state["intermediates"]["dtypes"][0]
-
-    assert seen("p=f32,c=bf16,o=bf16") == (jnp.float32, jnp.float32)
+    model = jaxmp.load_recipe("p=f32,c=bf16,o=bf16").wrap(norm())
+    _, state = model.apply(norm().init(KEY, X), X, mutable="intermediates")
+    assert state["intermediates"]["dtypes"][0] == (jnp.float32, jnp.float32)
 
 
 def test_nnx_sets_the_registered_dtype():
