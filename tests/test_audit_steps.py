@@ -324,13 +324,14 @@ def average_of_the_last_step(state, ema, x, new=False):
     return after, optax.incremental_update(params, ema, 0.005)
 
 
-@pytest.mark.parametrize("form", ["arguments", "dict", "optax.ema", "new", "packed"])
+@pytest.mark.parametrize("form", ["arguments", "dict", "optax.ema", "new", "packed", "packed new"])
 def test_averages_beside_masters_are_reported_and_the_fix_is_clean(form):
     params, recipe = {"w": jnp.ones((64, 64))}, jaxmp.load_recipe("bf16_params")
-    if form == "packed":
+    if "packed" in form:
         recipe = recipe.replace(master="packed")
-    state = new_state(params, recipe, relaxed(optax.adam(1e-3)))
-    step, ema = functools.partial(average_of_the_last_step, new=form == "new"), state.params
+    tx = optax.sgd(0.1) if form == "dict" else relaxed(optax.adam(1e-3))
+    state = new_state(params, recipe, tx)
+    step, ema = functools.partial(average_of_the_last_step, new="new" in form), state.params
     if form == "dict":
         step = lambda s, x: average_of_the_last_step(s["train"], s["ema"], x)
     if form == "optax.ema":

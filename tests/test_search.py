@@ -398,7 +398,6 @@ calls: list[object] = []
 
 
 def test_a_model_that_cannot_be_traced_is_reported_with_its_fix():
-    calls.clear()
     ruled = jaxmp.PolicyMap("bf16", [jaxmp.Rule("output", "o=f32")])
     for recipe in ("bf16", ruled):
         model, variables = linen(Reads())(jaxmp.load_recipe(recipe))

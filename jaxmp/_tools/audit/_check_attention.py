@@ -27,7 +27,6 @@ UNFUSED_ATTENTION = Check(
 # Elements of one head's logits that a fused kernel computes as one block (64 queries, 64 keys). It
 # saves nothing beyond that.
 _BLOCK = 64 * 64
-_CASTS = _core.named("convert_element_type")
 # Treatment of the logits by each implementation of jaxmp's attention.
 _LOGITS = {
     "xla": "stores the logits of all pairs of positions in memory",
@@ -94,7 +93,7 @@ def _attention_logits(op: OpOccurrence) -> OpOccurrence | None:
 
 def _is_layer(matmul: OpOccurrence) -> bool:
     """Returns True for `x @ w` with an argument `w`: keys are computed, or transposed."""
-    weight = matmul.body.source_of(matmul.equation.invars[1], _CASTS)
+    weight = matmul.body.source_of(matmul.equation.invars[1], _checks.CASTS)
     is_argument = matmul.body.maker(weight) is None
     return is_argument and _programs.dot_of(matmul.equation).contracted[1] == (0,)
 

@@ -28,7 +28,6 @@ FLOAT16_RANGE = _checks.Check(
 )
 
 _LARGEST = 65504
-_BROADCASTS = _core.named("broadcast_in_dim reshape")
 # The factor of head size 8; smaller ones scale the logits of attention.
 _ATTENTION_SCALE = 8**-0.5
 
@@ -107,7 +106,7 @@ def _float16_operands(op: _checks.OpOccurrence) -> list[_programs.Atom]:
 def check_formats(op: _checks.OpOccurrence) -> OtherFormat | None:
     """Reports values that are cast from one 16-bit format to the other and back."""
     (operand,), dtype = op.operands, op.dtype
-    source = _checks.half_of([op.body.source_of(operand, _core.named("convert_element_type"))])
+    source = _checks.half_of([op.body.source_of(operand, _checks.CASTS)])
     if source is None or not _core.is_16bit(dtype):
         return None
     op.audit.report(OtherFormat, [operand], f", and back at {op.where}")
@@ -121,10 +120,10 @@ def check_formats(op: _checks.OpOccurrence) -> OtherFormat | None:
 @FLOAT16_RANGE.on_operation("convert_element_type", passes=_checks.ALL_PASSES)
 def check_integer_sums(op: _checks.OpOccurrence) -> None:
     """Reports sums of an integer matmul that are cast to float16 before they are scaled."""
-    maker = op.body.maker_through(op.operands[0], _checks.LAYOUT)
-    if op.dtype != _core.FLOAT16 or maker is None or maker.primitive.name not in _programs.MATMULS:
+    maker = op.made_by(op.operands[0], _checks.LAYOUT)
+    if op.dtype != _core.FLOAT16 or maker is None or maker.name not in _programs.MATMULS:
         return
-    matmul = _programs.matmul_of(maker)
+    matmul = _programs.matmul_of(maker.equation)
     if matmul.is_integer and np.bool_ not in (matmul.lhs, matmul.rhs):
         terms = matmul.flops // max(1, 2 * op.result.aval.size)
         largest = terms * jnp.iinfo(matmul.lhs).max * jnp.iinfo(matmul.rhs).max
@@ -143,9 +142,10 @@ def check_integer_sums(op: _checks.OpOccurrence) -> None:
 def check_product_of_weights(op: _checks.OpOccurrence) -> None:
     """Reports the FP32 gradient of a product of weights, which is rounded for two matmuls."""
     maker = op.body.maker_through(op.operands[0], _checks.LAYOUT)
-    if op.rounded != _core.FLOAT16 or maker is None or not _is_matmul(maker):
+    has_matmul = lambda equations: _dataflow.contains(equations, _programs.MATMULS)
+    if op.rounded != _core.FLOAT16 or maker is None or not has_matmul([maker]):
         return
-    is_read = any(map(_is_matmul, _check_ops.reads(op.equation, op.body)))
+    is_read = has_matmul(_check_ops.reads(op.equation, op.body))
     dtypes = map(_checks.dtype_of, (*maker.invars[:2], *maker.outvars))
     if is_read and [*dtypes] == [_core.FLOAT16, _core.FLOAT16, _core.FLOAT32]:
         message = "the gradient of a product of weights is rounded to float16: sums beyond 65504"
@@ -153,11 +153,6 @@ def check_product_of_weights(op: _checks.OpOccurrence) -> None:
         fix += " (x @ a) @ b:\n    with jaxmp.full_precision():"
         fix += "\n        w = (a @ b).astype(jnp.float16)"
         op.add(FLOAT16_RANGE, f"{message} are inf.", fix, severity=_checks.WARNING)
-
-
-def _is_matmul(equation: _programs.Equation) -> bool:
-    inside = _dataflow.equations_inside(equation)
-    return any(each.primitive.name in _programs.MATMULS for each in (equation, *inside))
 
 
 # ---------------------------------------------------------------------------
@@ -228,7 +223,7 @@ def _is_of_activations(logits: Logits) -> bool:
 
 def constant(var: _programs.Atom, op: _checks.OpOccurrence) -> float | None:
     """Returns the value of a constant scalar, which may be broadcast."""
-    source = op.body.source_of(var, _BROADCASTS)
+    source = op.body.source_of(var, _checks.BROADCASTS)
     if math.prod(getattr(source.aval, "shape", (0,))) != 1:
         return None
     value = op.audit.known.value(source)
@@ -295,14 +290,13 @@ def check_division(op: _checks.OpOccurrence) -> None:
         powers = powers_of(op.audit.flow.of(other))
         for number in (n for n, power in powers.items() if power == divided):
             op.audit.collected[SCALED_GRADIENTS].append(number)
-            event = None
             if _of_gradient(var, op.audit).get(number, 0) == 0:
                 message = "gradients are divided by the loss scale a second time."
                 fix = f"Remove the second division by the loss scale, at {op.where}."
-                event = _Event(number, op, message, fix)
+                op.audit.collected[_Event].append(_Event(number, op, message, fix))
             elif _is_float16(op):
                 event = _Event(number, op, _DIVISION, _FIX_DIVISION)
-            op.audit.collected[_Event] += [] if event is None else [event]
+                op.audit.collected[_Event].append(event)
         scales = [scale**divided for scale in op.audit.collected[_Constant]]
         with np.errstate(over="ignore"):
             is_scale = constant(other, op) in np.asarray(scales, op.dtype).tolist()

@@ -59,11 +59,10 @@ def _phases(op: _checks.OpOccurrence) -> list[_programs.Atom]:
     makers = list(_check_ops.made_of(op.operands[0], op.body, _PHASES))
     phases = [e.invars[1] for e in makers if e.primitive.name == "complex"]
     factors = [v for e in makers if e.primitive.name == "mul" for v in e.invars]
-    casts = [op.made_by(v, _checks.LAYOUT - _CASTS) for v in factors]
-    return phases + [cast.operands[0] for cast in casts if cast and cast.name in _CASTS]
+    casts = [op.made_by(v, _checks.LAYOUT - _checks.CASTS) for v in factors]
+    return phases + [cast.operands[0] for cast in casts if cast and cast.name in _checks.CASTS]
 
 
-_CASTS = _core.named("convert_element_type")
 _PHASES = _checks.LAYOUT | _core.named("add sub mul neg complex")
 
 
@@ -143,7 +142,6 @@ def _keep_input(name: str, dtype: str, op: _checks.OpOccurrence) -> str:
       name: that of the argument of the program; "" if the model reads a computed array.
       dtype: to which the policies cast it.
       op: the sine.
-      audit: the audit.
 
     Returns:
       "" outside of modules with policies, where no policy casts the argument.

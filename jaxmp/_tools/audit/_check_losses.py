@@ -13,7 +13,7 @@ from jaxmp import _core, _programs
 from jaxmp._tools.audit import _checks, _dataflow, _labels
 from jaxmp._tools.audit._auditor import Auditor
 from jaxmp._tools.audit._check_matmuls import FP32_MATMUL, MIXED_OPERANDS
-from jaxmp._tools.audit._check_ops import LOSS_16BIT
+from jaxmp._tools.audit._check_ops import LOSS_16BIT, made_of
 from jaxmp._tools.audit._checks import Check, OpOccurrence
 from jaxmp._tools.audit._origins import (
     fix_cast,
@@ -81,16 +81,15 @@ def label_loss(op: OpOccurrence) -> RoundedLoss | None:
     is_loss = op.location.differentiated and _core.is_16bit(op.dtype)
     if not is_loss or math.prod(op.result.aval.shape) != 1:
         return None
-    total = op.equation
-    if op.name == "convert_element_type":
-        total = op.body.maker_through(op.operands[0], _checks.LAYOUT | _core.named("mul div neg"))
-    if total is None or total.primitive.name != "reduce_sum" or total.invars[0].aval.size == 1:
+    through = _checks.LAYOUT | _core.named("mul div neg")
+    total = op.made_by(op.operands[0], through) if op.name in _checks.CASTS else op
+    if total is None or total.name != "reduce_sum" or total.operands[0].aval.size == 1:
         return None
-    if _checks.dtype_of(op.body.source_of(total.invars[0], _checks.LAYOUT)) not in _checks.FLOATS:
+    if _checks.dtype_of(op.body.source_of(total.operands[0], _checks.LAYOUT)) not in _checks.FLOATS:
         return None  # A count, such as that of the elements of a mask.
     message = f"the loss is rounded to {op.dtype.name} when its terms are summed"
     inputs = f"Compute the loss in FP32: cast its inputs before {op.where}:\n    {LOSS_16BIT.fix}"
-    return RoundedLoss(op, message, fix_operation(op.sibling(total)) or inputs)
+    return RoundedLoss(op, message, fix_operation(total) or inputs)
 
 
 @LOSS_16BIT.on(_checks.PROGRAM)
@@ -142,7 +141,8 @@ def label_difference(op: OpOccurrence) -> RoundedDifference | None:
     if is_product or not (op.location.differentiated and (is_multiple or op.name in _EVEN)):
         return None
     through = _checks.LAYOUT | (_core.named("mul neg") if is_multiple else set())
-    made = [_difference(var, op, through) for var in op.operands[is_choice:]]
+    makers = (made_of(var, op.body, through) for var in op.operands[is_choice:])
+    made = [next((e for e in row if e.primitive.name == "sub"), None) for row in makers]
     # A scan moves the constants of its body to calls without operands.
     if not made or made[0] is None or any(other is not made[0] for other in made):
         return None
@@ -157,13 +157,6 @@ def label_difference(op: OpOccurrence) -> RoundedDifference | None:
 
 
 _EVEN = _core.named("abs square integer_pow mul")
-
-
-def _difference(
-    var: _programs.Atom, op: OpOccurrence, through: frozenset[str]
-) -> _programs.Equation | None:
-    makers = map(op.body.maker, _dataflow.near(var, op.body, through))
-    return next((x for x in makers if x is not None and x.primitive.name == "sub"), None)
 
 
 @LOSS_16BIT.on_operation("reduce_sum")
@@ -239,6 +232,14 @@ ROUNDED_OUTPUT = Check(
 _ORDER_READS = "; a top-k, argmax or sort compares it"
 _SOLVED_READS = "; the condition of a matrix that is factorized or solved multiplies the error"
 _SOFTMAX_READS = "; exponentials of it are summed, as in a softmax or a log-sum-exp"
+# The consequences of a rounded matmul, the worst first.
+_READS = {
+    _programs.Use.SOFTMAX: _SOFTMAX_READS,
+    _programs.Use.ORDER: _ORDER_READS,
+    _programs.Use.SOLVED | _programs.Use.CHAINED: _SOLVED_READS,
+    _programs.Use.DISTANCE: "; a squared distance is the difference of it and of norms, or an angle"
+    " of it",
+}
 _KEEPS_ERROR = _programs.EXACT | _checks.LAYOUT | _core.named("add mul div tanh")
 _CAST_ERROR = _KEEPS_ERROR | _core.named("cumsum sqrt")
 
@@ -324,16 +325,9 @@ def _label_result(op: OpOccurrence, dtype: np.dtype) -> None:
     message = f"the result is rounded to {dtype.name}, with steps of {step:g} around 300"
     output = RoundedOutput(op, message, lambda: _fix_output(op))
     op.mark(output)
-    if _programs.Use.SOFTMAX in op.use:
-        output.report(_SOFTMAX_READS)
-    elif _programs.Use.ORDER in op.use:
-        output.report(_ORDER_READS)
-    elif op.use & (_programs.Use.SOLVED | _programs.Use.CHAINED):
-        output.report(_SOLVED_READS)
-    elif _programs.Use.DISTANCE in op.use:
-        output.report(
-            "; a squared distance is the difference of it and of norms, or an angle of it"
-        )
+    harm = next((text for use, text in _READS.items() if use & op.use), "")
+    if harm:
+        output.report(harm)
 
 
 @ROUNDED_OUTPUT.on_operation("logistic")

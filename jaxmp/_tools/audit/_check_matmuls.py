@@ -34,7 +34,6 @@ IMPLICIT_PROMOTION = Check(
 )
 
 _BINARY = _core.named("add sub mul div max min pow rem atan2 select_n concatenate")
-_BROADCASTS = _core.named("broadcast_in_dim reshape")
 
 
 class PromotedValue(_labels.ConditionalFinding, _labels.WideValue):
@@ -65,7 +64,7 @@ def check_promotion(op: OpOccurrence) -> None:
     is_fp32_module = bool(allowed) and not any(_core.is_16bit(dtype) for dtype in allowed)
     if _dataflow.GRADIENT in op.audit.flow.of(operand) or is_fp32_module:
         return
-    size = math.prod(op.body.source_of(operand, _BROADCASTS).aval.shape)
+    size = math.prod(op.body.source_of(operand, _checks.BROADCASTS).aval.shape)
     for reader in op.body.readers(result):
         # Promoting a small array, such as a bias beside an FP32 activation, costs nothing.
         if reader.primitive.name in _BINARY and 2 * size >= reader.outvars[0].aval.size:
@@ -177,11 +176,11 @@ def _wide_operands(reader: Equation, upcast: Atom, op: OpOccurrence) -> list[Ato
         return []
     wide = _checks.dtype_of(upcast)
     others = [var for var in reader.invars if var is not upcast and _checks.dtype_of(var) == wide]
-    makers = (op.body.maker_through(var, _BROADCASTS) for var in others)
+    makers = (op.body.maker_through(var, _checks.BROADCASTS) for var in others)
     # If the same call made an operand, it widens on purpose.
     if call and any(maker and _programs.call_site(maker) == call for maker in makers):
         return []
-    return [op.body.source_of(var, _BROADCASTS) for var in others]
+    return [op.body.source_of(var, _checks.BROADCASTS) for var in others]
 
 
 FP32_MATMUL = Check(

@@ -77,7 +77,6 @@ REDUCTIONS = _SUMS | _core.named(
 )
 # Activation functions of `jax.nn` that compute exponentials of negative numbers only.
 _BOUNDED = frozenset({"elu", "celu", "selu"})
-_POWERS = _core.named("integer_pow square")
 # Reductions and roots have checks of their own. `one_minus_square`, of a tanh, is at most 1.
 _NO_EXPONENTIALS = REDUCTIONS | _core.named("rsqrt one_minus_square")
 
@@ -229,7 +228,7 @@ def label_variance(op: _checks.OpOccurrence) -> OnePass | None:
     """Labels a variance in one pass if a part of it was rounded after it was summed."""
     lhs, rhs = (list(made_of(var, op.body, _NEAR | _SQUARES)) for var in op.operands)
     is_one_pass = any(map(is_square, rhs))
-    is_one_pass &= any(map(_contains_sum, lhs)) and any(map(_contains_sum, rhs))
+    is_one_pass &= _dataflow.contains(lhs, _SUMS) and _dataflow.contains(rhs, _SUMS)
     dtype = _checks.half_of(var for e in (op.equation, *lhs, *rhs) for var in e.outvars)
     if not is_one_pass or dtype is None:
         return None
@@ -250,15 +249,8 @@ def report_variance(op: _checks.OpOccurrence) -> None:
 
 
 def is_sum(op: _checks.OpOccurrence) -> bool:
-    """Returns True if an operation reads a sum or a mean."""
-    return any(map(_contains_sum, made_of(op.operands[0], op.body, _NEAR)))
-
-
-def _contains_sum(equation: _programs.Equation) -> bool:
-    """Returns True for a sum, and for a call, such as that of `jnp.var`, that contains one."""
-    return any(
-        each.primitive.name in _SUMS for each in (equation, *_dataflow.equations_inside(equation))
-    )
+    """Returns True if an operation reads a sum or a mean, or the result of a call, as `jnp.var`."""
+    return _dataflow.contains(made_of(op.operands[0], op.body, _NEAR), _SUMS)
 
 
 # ---------------------------------------------------------------------------
@@ -282,7 +274,7 @@ def check_exponential(op: _checks.OpOccurrence, dtype: np.dtype) -> ForwardUse |
     if op.name in _NO_EXPONENTIALS or not op.is_forward:
         return None
     message, severity = f"{op.name} in {dtype.name}", _checks.ERROR
-    if op.name in _POWERS:
+    if op.name in _SQUARES:
         if dtype.name != "float16":
             return None
         message, severity = f"{message}: results above 65504 overflow", _checks.WARNING

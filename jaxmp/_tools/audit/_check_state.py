@@ -383,11 +383,12 @@ def check_rounded_masters(audit: _auditor.Auditor) -> Iterator[Finding]:
         labels = audit.flow.labels(Update, var) if _checks.dtype_of(var) == _core.FLOAT32 else ()
         numbers = {x.number for x in labels if x.number in step.updates and x.has_gradient}
         maker = audit.maker_of(var) if numbers and var.aval.size > 1 else None
-        sources = [] if maker is None else [maker.equation.outvars[0], *maker.equation.invars]
-        dtype = _checks.half_of([*sources, *(x.op.result for x in labels)])
-        if maker is not None and maker.name == "reduce_precision":
+        if maker is None or step.in_optimizer[min(numbers)]:
+            continue
+        dtype = _checks.half_of([maker.result, *maker.operands, *(x.op.result for x in labels)])
+        if maker.name == "reduce_precision":
             dtype = np.dtype(jnp.bfloat16)
-        if maker is not None and dtype is not None and not step.in_optimizer[min(numbers)]:
+        if dtype is not None:
             message = f"the step rounds {step.locations[min(numbers)]} to {dtype.name}, although it"
             message += " is FP32: updates below {least} of a value are rounded away."
             fix = "Add the updates in FP32:\n    params = optax.apply_updates(params, updates)"
@@ -441,12 +442,8 @@ def collect_inner_gradients(op: _checks.OpOccurrence) -> None:
     is_float16 = is_matmul and _core.FLOAT16 in map(_checks.dtype_of, op.operands)
     scales = (_dataflow.is_scale(op, var, op.audit.flow.of) for var in op.operands)
     is_scaled = not is_matmul and any(scales)
-    if is_scaled or is_float16:
-        chain = reversed([op.equation, *op.enclosing])
-        stack = "/".join(str(equation.source_info.name_stack) for equation in chain)
-        # The outer derivative is the first part of a name stack.
-        if 0 <= stack.find("jvp(") < stack.find("transpose("):
-            op.audit.collected[MISSING_LOSS_SCALE].append((op, is_scaled))
+    if (is_scaled or is_float16) and op.is_differentiated_again:
+        op.audit.collected[MISSING_LOSS_SCALE].append((op, is_scaled))
 
 
 @MISSING_LOSS_SCALE.on(_checks.PROGRAM)

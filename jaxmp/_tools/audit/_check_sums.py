@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import textwrap
 from collections.abc import Iterator
 
 import jax.numpy as jnp
@@ -36,11 +37,8 @@ _NOTABLE = 0.05
 _UNKNOWN_STEPS = 100
 
 
-FIX_ACCUMULATOR = (
-    "Start from zeros in FP32, and add in FP32:\n"
-    "    total = jnp.zeros(p.shape, jnp.float32)\n"
-    "    total = total + grads.astype(jnp.float32)"
-)
+_FIX_TERMS = "Start from zeros in FP32, and add in FP32:\n"
+_FIX_TERMS += textwrap.indent(_check_ops.ACCUMULATOR_16BIT.fix, "    ")
 
 
 # ---------------------------------------------------------------------------
@@ -110,7 +108,7 @@ def check_terms(op: OpOccurrence) -> None:
     terms = op.labels(_dataflow.Terms, op.result) if _is_after_gradient(op) else ()
     if any(label.number > 2 for label in terms):
         message = f"gradients of several microbatches are summed in {op.dtype.name}."
-        fix = _origins.fix_operation(op) or FIX_ACCUMULATOR
+        fix = _origins.fix_operation(op) or _FIX_TERMS
         op.add(_check_ops.ACCUMULATOR_16BIT, message, fix)
 
 
@@ -230,24 +228,19 @@ def check_recurrence(op: OpOccurrence) -> None:
     carry; both are not linear recurrences. A sum without a factor is a running sum, which
     `reduction_16bit` reports.
     """
-    for carry, linear in _carries.linear_carries(op, False):
-        if linear.factor != 1:
-            _report_recurrence(op, carry, linear)
-
-
-def _report_recurrence(op: OpOccurrence, carry: _programs.Atom, linear: _carries.Linear) -> None:
-    dtype, length, factor = _checks.dtype_of(carry).name, op.loop.length, linear.factor
-    terms = length or 2**31
-    if factor is not None and abs(factor) < 1:
-        terms = min(terms, 1 / (1 - abs(factor)))
-    if terms < _FEW_TERMS:
-        return
-    steps = "" if length is None else f" of {length:,} steps"
-    decay = "" if factor is None else f" with the factor {factor:.4g}"
-    message = f"a loop{steps} updates a decayed sum{decay} in {dtype}: small summands are rounded"
-    assert linear.addition is not None
-    inner = op.in_body(linear.addition)
-    inner.add(_check_ops.ACCUMULATOR_16BIT, f"{message} away.", fix_carry(op, carry, inner))
+    length = op.loop.length
+    for carry, (factor, addition) in _carries.linear_carries(op, False):
+        terms = length or 2**31
+        if factor is not None and abs(factor) < 1:
+            terms = min(terms, 1 / (1 - abs(factor)))
+        if factor == 1 or terms < _FEW_TERMS:
+            continue
+        steps = "" if length is None else f" of {length:,} steps"
+        decay = "" if factor is None else f" with the factor {factor:.4g}"
+        message = f"a loop{steps} updates a decayed sum{decay} in {_checks.dtype_of(carry).name}:"
+        message += " small summands are rounded away."
+        inner = op.in_body(addition)
+        inner.add(_check_ops.ACCUMULATOR_16BIT, message, fix_carry(op, carry, inner))
 
 
 @_check_ops.ACCUMULATOR_16BIT.on_operation(*_programs.LOOPS)
@@ -292,16 +285,13 @@ def _steps_of(
         if addition is None or addition.primitive.name not in ("add", "sub"):
             return []
         sides = [body.source_of(each, _checks.LAYOUT) for each in addition.invars]
-        makers = [body.maker(each) for each in sides]
-        is_spine = [
-            side is carry or (maker is not None and maker.primitive.name in ("add", "sub"))
-            for side, maker in zip(sides, makers, strict=True)
-        ]
-        spine = int(not is_spine[0])
-        if not is_spine[spine] or (spine and addition.primitive.name == "sub"):
+        first, factor = body.maker(sides[0]), None
+        is_sum = first is not None and first.primitive.name in ("add", "sub")
+        spine = int(sides[0] is not carry and not is_sum)
+        if spine and addition.primitive.name == "sub":
             return []
-        step, maker = sides[1 - spine], makers[1 - spine]
-        factor = None
+        step = sides[1 - spine]
+        maker = body.maker(step)
         if maker is not None and maker.primitive.name in ("mul", "div"):
             factor = next(filter(None, map(_dataflow.number_of, maker.invars)), None)
             factor = 1 / factor if factor and maker.primitive.name == "div" else factor

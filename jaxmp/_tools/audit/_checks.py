@@ -168,6 +168,8 @@ LAYOUT = _core.named(
     "convert_element_type reshape broadcast_in_dim abs squeeze transpose copy expand_dims"
     " stop_gradient reduce_precision"
 )
+CASTS = _core.named("convert_element_type")
+BROADCASTS = _core.named("broadcast_in_dim reshape")
 PERIODIC = _core.named("sin cos tan")
 
 
@@ -333,6 +335,7 @@ class OpOccurrence(NamedTuple):
     @property
     def is_differentiated_again(self) -> bool:
         """True in the backward pass of an inner gradient, whose derivative is computed, too."""
+        # The outer derivative is the first part of a name stack.
         stack = "".join(
             str(e.source_info.name_stack) for e in (*self.enclosing[::-1], self.equation)
         )

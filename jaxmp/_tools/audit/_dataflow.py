@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -406,6 +406,12 @@ def is_constant(var: _programs.Atom, op: OpOccurrence) -> bool:
 def equations_inside(equation: _programs.Equation) -> list[_programs.Equation]:
     """Returns the equations in a call, at any depth; none for another operation."""
     return [e for jaxpr in _programs.sub_jaxprs(equation) for e in _programs.equations(jaxpr)]
+
+
+def contains(equations: Iterable[_programs.Equation], names: Container[str]) -> bool:
+    """Returns True if some equations, or calls among them, contain one of the named primitives."""
+    every = (e for equation in equations for e in (equation, *equations_inside(equation)))
+    return any(equation.primitive.name in names for equation in every)
 
 
 def is_forward(equation: _programs.Equation) -> bool:

@@ -200,8 +200,7 @@ class ArrayContents(DataFlow):
             return False
         operands = [value.computation.instructions[name] for name in instruction.operands]
         arrays = [operand for operand in operands if operand.shapes[0].elements > 1]
-        others = [operand for operand in arrays if operand.opcode not in ("broadcast", "constant")]
-        return len(others) <= 1
+        return sum(operand.opcode not in ("broadcast", "constant") for operand in arrays) <= 1
 
 
 def _casts_down(value: Value) -> bool:
