@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -82,8 +81,7 @@ def fp8_product(
 
 def matmuls_inside(equation: _compat.JaxprEqn) -> Iterator[_compat.JaxprEqn]:
     """Yields the matmuls of an equation that runs as its author wrote it."""
-    inside = map(_programs.equations, _programs.sub_jaxprs(equation))
-    return filter(is_matmul, itertools.chain((equation,), *inside))
+    return filter(is_matmul, (equation, *_programs.equations_inside(equation)))
 
 
 def explain_products_inside(

@@ -37,8 +37,8 @@ from jaxmp._programs._interpreter import (
 )
 from jaxmp._programs._jaxprs import (
     AUTOCAST, BACKWARD, FORWARD, QUANTIZE, RECOMPUTE, Atom, Equation, Path, Traced, array_aval,
-    as_jax_array, equations, is_literal, module_paths_of, phase_of, record, scope_names, trace,
-    with_parameters, without_unused,
+    as_jax_array, equations, equations_inside, is_literal, module_paths_of, phase_of, record,
+    scope_names, trace, with_parameters, without_unused,
 )
 from jaxmp._programs._locations import (
     FULL_PRECISION, Lines, Location, Locations, call_site, module_of, root_of,

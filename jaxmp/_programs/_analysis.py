@@ -2,10 +2,11 @@
 
 Use these instead of a loop over the equations of a jaxpr:
 
-* `equations(jaxpr)` of `_jaxprs` yields all equations, at any depth or of one jaxpr alone, and
-  `primitives(jaxpr)` returns their names, for questions such as "does it contain a matmul?";
+* `equations(jaxpr)` of `_jaxprs` yields all equations, at any depth or of one jaxpr alone,
+  `equations_inside(equation)` those in the jaxprs of an equation, and `primitives(jaxpr)` returns
+  their names, for questions such as "does it contain a matmul?";
 * `Body(jaxpr)` answers questions within one jaxpr: who makes a variable, who reads it, what it is
-  computed from (`sources`), and what is computed from it (`dependents`);
+  computed from (`depends_on`), and what is computed from it (`dependents`);
 * a subclass of `Forward` computes a *fact* of each variable from those of the operands, and a
   subclass of `Backward` from those of the results. A fact is any value that can be compared. Both
   enter the jaxprs of constructs, join the facts of branches, and repeat loops until the facts of
@@ -71,11 +72,6 @@ class Body:
         return consumers
 
     @functools.cached_property
-    def producers(self) -> dict[Any, Any]:
-        """Variable -> the equation that computes it."""
-        return {var: equation for equation in self.jaxpr.eqns for var in equation.outvars}
-
-    @functools.cached_property
     def positions(self) -> dict[Any, int]:
         """Variable -> the index of the equation that computes it."""
         return {var: n for n, equation in enumerate(self.jaxpr.eqns) for var in equation.outvars}
@@ -86,7 +82,8 @@ class Body:
 
     def maker(self, var: Atom) -> Any:
         """Returns the equation that computes a variable; None for an argument or a constant."""
-        return None if is_literal(var) else self.producers.get(var)
+        number = None if is_literal(var) else self.positions.get(var)
+        return None if number is None else self.jaxpr.eqns[number]
 
     def maker_through(self, var: Atom, names: frozenset[str]) -> Any:
         """Returns the first maker of a value that is none of the named primitives."""

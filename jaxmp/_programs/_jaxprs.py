@@ -144,6 +144,12 @@ def equations(jaxpr: _compat.AnyJaxpr, *, inside: bool = True) -> Iterator[Any]:
             yield from equations(inner)
 
 
+def equations_inside(equation: Equation) -> Iterator[Any]:
+    """Yields the equations in the jaxprs of an equation, at any depth; none for an operation."""
+    for jaxpr in sub_jaxprs(equation):
+        yield from equations(jaxpr)
+
+
 def without_unused(jaxpr: _compat.Jaxpr) -> _compat.Jaxpr:
     """Returns an open jaxpr without the equations that its results do not depend on."""
     used = {var for var in jaxpr.outvars if not is_literal(var)}

@@ -406,7 +406,7 @@ def _is_reduction(equation: JaxprEqn) -> bool:
     """Returns True for a function with a custom batching rule that only reduces its arguments."""
     if equation.primitive.name != "custom_vmap_call":
         return False
-    names = set().union(*map(_programs.primitives, _programs.sub_jaxprs(equation)))
+    names = {inner.primitive.name for inner in _programs.equations_inside(equation)}
     return (
         not REDUCTIONS.isdisjoint(names)
         and names <= ELEMENTWISE | REDUCTIONS | _programs.CALLS | _SHAPES
@@ -432,14 +432,11 @@ def quantizes(equation: JaxprEqn) -> bool:
     return any(
         inner.primitive.name == "convert_element_type"
         and _core.is_fp8(_programs.new_dtype_of(inner))
-        for jaxpr in _programs.sub_jaxprs(equation)
-        for inner in _programs.equations(jaxpr)
+        for inner in _programs.equations_inside(equation)
     )
 
 
 def loops(equation: JaxprEqn) -> bool:
     """Returns True if a function contains a loop."""
-    return any(
-        not _programs.LOOPS.isdisjoint(_programs.primitives(jaxpr))
-        for jaxpr in _programs.sub_jaxprs(equation)
-    )
+    inside = _programs.equations_inside(equation)
+    return any(inner.primitive.name in _programs.LOOPS for inner in inside)

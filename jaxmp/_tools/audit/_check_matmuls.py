@@ -249,8 +249,8 @@ def check_fp32(op: OpOccurrence, matmul: _programs.Matmul, flops: int) -> None:
 @FP32_MATMUL.on_operation("custom_linear_solve", "call_hi_primitive", passes=_checks.ALL_PASSES)
 def collect_solver(op: OpOccurrence) -> None:
     """Collects the matmuls of a linear solve or a root, which keep their dtype under autocast."""
-    inside = (_programs.equations(jaxpr) for jaxpr in _programs.sub_jaxprs(op.equation))
-    matmuls = (e for e in itertools.chain(*inside) if e.primitive.name in _programs.MATMULS)
+    inside = _programs.equations_inside(op.equation)
+    matmuls = (e for e in inside if e.primitive.name in _programs.MATMULS)
     # Derivatives of the solver call them, too, in other scopes.
     op.audit.collected[FP32_MATMUL] += {((), _programs.call_site(e)) for e in matmuls}
 

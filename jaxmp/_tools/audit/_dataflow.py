@@ -403,14 +403,9 @@ def is_constant(var: _programs.Atom, op: OpOccurrence) -> bool:
     return True
 
 
-def equations_inside(equation: _programs.Equation) -> list[_programs.Equation]:
-    """Returns the equations in a call, at any depth; none for another operation."""
-    return [e for jaxpr in _programs.sub_jaxprs(equation) for e in _programs.equations(jaxpr)]
-
-
 def contains(equations: Iterable[_programs.Equation], names: Container[str]) -> bool:
     """Returns True if some equations, or calls among them, contain one of the named primitives."""
-    every = (e for equation in equations for e in (equation, *equations_inside(equation)))
+    every = (e for each in equations for e in (each, *_programs.equations_inside(each)))
     return any(equation.primitive.name in names for equation in every)
 
 

@@ -31,8 +31,7 @@ def share_notes(jaxpr: Any) -> Iterator[str]:
         yield f"{fp8 / flops.total():.1%} of the FLOPs of all matmuls and convolutions are in FP8"
     flat = list(_programs.equations(jaxpr))
     calls = (call for call in flat if _programs.name_of(call) == _programs.MX_MATMUL)
-    scaled = (inner for call in calls for inner in _programs.sub_jaxprs(call))
-    in_fp8 = {id(equation) for inner in scaled for equation in _programs.equations(inner)}
+    in_fp8 = {id(equation) for call in calls for equation in _programs.equations_inside(call)}
     forms = Counter(excluded_form(equation) for equation in flat if id(equation) not in in_fp8)
     for (name, reason), count in forms.items():
         if name:

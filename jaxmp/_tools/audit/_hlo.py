@@ -161,6 +161,8 @@ class Computation:
 # ---------------------------------------------------------------------------
 
 _CALLS = frozenset({"while", "conditional", "call", "async-start", "custom-call-start"})
+# Quantization scales an array by a number or by one number for each row or column, and clips it.
+SCALES = frozenset(("multiply", "divide", "clamp", "select", "abs", "negate", "maximum", "minimum"))
 # Attributes of TPU kernels contain line breaks.
 _CONTINUED = re.compile(r'\n(?="|\}\})')
 _HEAD = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\) -> .*\{$")

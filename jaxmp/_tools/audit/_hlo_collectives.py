@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from jaxmp import _core, _programs
-from jaxmp._tools.audit._hlo import Instruction, Program, Shape, Step
+from jaxmp._tools.audit._hlo import SCALES, Instruction, Program, Shape, Step
 from jaxmp._tools.audit._hlo_matmuls import DataFlow, Value, is_differentiated, is_matmul
 
 _COLLECTIVES = _core.named(
@@ -32,8 +32,6 @@ _LAYOUT = _core.named(
     " opt-barrier copy-start copy-done async-start async-done all-gather all-gather-start"
     " all-gather-done concatenate pad"
 )
-# Quantization scales a weight by a number or by one number for each row or column.
-_SCALES = _core.named("multiply divide clamp select abs negate maximum minimum")
 
 
 def collective_name(instruction: Instruction) -> str:
@@ -196,7 +194,7 @@ class ArrayContents(DataFlow):
         instruction = value.instruction
         if instruction.opcode in _LAYOUT:
             return True
-        if instruction.opcode not in _SCALES:
+        if instruction.opcode not in SCALES:
             return False
         operands = [value.computation.instructions[name] for name in instruction.operands]
         arrays = [operand for operand in operands if operand.shapes[0].elements > 1]

@@ -10,7 +10,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jaxmp._tools.audit._hlo import Computation, Instruction, Program, Step
+from jaxmp import _core
+from jaxmp._tools.audit._hlo import SCALES, Computation, Instruction, Program, Step
 
 _FUSIONS = frozenset({"fusion", "fusion-start"})
 # Instructions that execute a computation as a part of the program.
@@ -198,10 +199,7 @@ _CONVOLUTIONS = ("__cudnn$conv",)
 _BLOCK_SCALED = "__cudnn$blockScaledDot"
 _WINDOW = re.compile(r"[{ ](size|stride|pad|lhs_dilate|rhs_dilate)=([-\dx_]+)")
 _ALGORITHM = re.compile(r"dot_([a-z0-9]+)_", re.I)
-_MOVES = frozenset({"bitcast", "copy", "transpose", "reshape", "convert"})
-# Scaling and clipping do not change that an operand is quantized.
-_SCALES = frozenset({"multiply", "divide", "broadcast", "clamp", "select", "pad", "slice"})
-_SCALES |= {"abs", "negate", "maximum", "minimum"}
+_MOVES = _core.named("bitcast copy transpose reshape convert broadcast pad slice")
 _CONTAINERS = frozenset({"fusion", "tuple", "get-tuple-element", "parameter"})
 
 
@@ -344,7 +342,7 @@ def _was_fp8(flow: DataFlow, dot: Step) -> str:
     """Returns the FP8 dtype that an operand had before casts and elementwise operations, or ""."""
     for operand in dot.operands[1::-1]:
         # Not through a matmul, a sum or another device.
-        is_copy = lambda value: value.instruction.opcode in _MOVES | _SCALES | _CONTAINERS
+        is_copy = lambda value: value.instruction.opcode in _MOVES | SCALES | _CONTAINERS
         for value in flow.before(Value(dot.computation, operand), is_copy):
             shapes = value.instruction.shapes
             if len(shapes) == 1 and shapes[0].dtype.startswith("float8"):

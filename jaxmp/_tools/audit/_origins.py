@@ -420,7 +420,7 @@ def _halves(equation: _programs.Equation) -> list[_programs.Atom]:
 
 def _is_elementwise(equation: _programs.Equation, names: frozenset[str] = _ELEMENTWISE) -> bool:
     """Returns True for an elementwise operation, and for a call such as that of a sigmoid."""
-    inside = _dataflow.equations_inside(equation) or [equation]
+    inside = [*_programs.equations_inside(equation)] or [equation]
     return all(e.primitive.name in names for e in inside)
 
 
@@ -432,7 +432,7 @@ def _is_rounding(equation: _programs.Equation) -> bool:
     """
     if equation.primitive.name in _programs.CALLS:
         sizes = [getattr(v.aval, "size", 0) for v in (*equation.outvars, *equation.invars)]
-        inside = _dataflow.equations_inside(equation)
+        inside = _programs.equations_inside(equation)
         return max(sizes) > sizes[0] and any(map(_is_rounding, inside))
     is_cast = equation.primitive.name == "convert_element_type"
     return is_cast and np.dtype(_checks.dtype_of(equation.invars[0])).itemsize == 4
