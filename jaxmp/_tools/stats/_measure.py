@@ -42,7 +42,7 @@ class Rounding(NamedTuple):
     snr: _core.Array
 
 
-class Sums(NamedTuple):
+class RoundingSums(NamedTuple):
     """Sums over the finite elements of a tensor, of which `Rounding` is made.
 
     Attributes:
@@ -74,7 +74,7 @@ class TensorStats:
     amax: _core.Array
     power: _core.Array
     exponents: _core.Array
-    sums: dict[str, Sums]
+    sums: dict[str, RoundingSums]
 
     @property
     def size(self) -> _core.Array:
@@ -215,7 +215,7 @@ def clipped(x: _core.Array, dtype: Any) -> _core.Array:
     return lax.clamp(-largest, x, largest)
 
 
-def _sums(x: _core.Array, name: str, unit: _core.Array) -> Sums:
+def _sums(x: _core.Array, name: str, unit: _core.Array) -> RoundingSums:
     """Returns what each element of a finite, scaled tensor adds to the sums.
 
     Args:
@@ -226,7 +226,7 @@ def _sums(x: _core.Array, name: str, unit: _core.Array) -> Sums:
     bits, (zero, last) = _bits(x), map(np.uint32, _range_of(name))
     as_count = lambda flags: lax.convert_element_type(flags, jnp.uint32)
     error = lax.sub(_programs.rounded_to(clipped(x, name), name), x)
-    return Sums(
+    return RoundingSums(
         zeros=as_count(lax.le(bits, zero)),
         overflow=as_count(lax.gt(bits, last)),
         noise=_square(lax.mul(error, unit)),
