@@ -268,7 +268,7 @@ def _first(scales: tuple[tuple[float, float, float], ...]) -> float | None:
 
 def _row(kind: str, name: str, stats: TensorStats, scale: float) -> TensorRow:
     """Returns the row of a tensor; its magnitudes are divided by the loss scale in it."""
-    total = lambda x, weight=1.0: float((np.asarray(x, np.float64) * weight).sum())
+    total = lambda x, weight=np.float64(1): float((np.asarray(x, np.float64) * weight).sum())
     size, finite, nonzero = total(stats.size), total(stats.finite), total(stats.nonzero)
     squared_unit = np.square(stats.unit, dtype=np.float64)
     power = total(stats.power, squared_unit)
