@@ -1560,7 +1560,18 @@ the arguments of a jitted shard_map count as copies on each device
 + sharding if isinstance(sharding, NamedSharding) else None
 test_memory.py::test_the_arrays_in_a_shard_map_are_parts
 """,
+    "jaxmp/_tools/audit/_checks.py": r"""
+defects are lost at casts to values that vary over devices
+- reduce_precision pvary"
++ reduce_precision"
+test_audit_plants.py::test_casts_to_varying_values_hide_no_defect
+""",
     "jaxmp/_tools/audit/_dataflow.py": r"""
+a scale that varies over devices counts as unused
+- convert_element_type reshard pvary"
++ convert_element_type reshard"
+test_audit_plants.py::test_casts_to_varying_values_make_no_false_error
+
 operations other than matmuls are products of a power iteration
 - products = [each for each in here if each.primitive.name == op.name]
 + products = list(here)

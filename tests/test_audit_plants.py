@@ -5,11 +5,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.sharding import PartitionSpec as P
 
 import audit_decisions
 import audit_healthy
 import jaxmp
-from audit_plants import BF16, F16, F32, audit_problem, error_of, error_problem
+from audit_plants import BF16, F16, F32, audit_problem, error_of, error_problem, planted
 from gpu_compiler import has_compiler
 from grids import fast_cases
 from jaxmp import audit, autocast
@@ -85,6 +86,25 @@ def test_a_healthy_step_has_no_false_error(name):
     fn, args = build()
     errors = {finding.check for finding in audit(fn, *args, recipe=recipe).errors}
     assert errors == set(audit_healthy.TRUE_ERRORS.get(name, ()))
+
+
+def in_shard_map(fn):
+    """Returns a function in which all arrays vary over a mesh axis, whose results are sums."""
+    mapped = lambda *args: lax.psum(fn(*lax.pcast(args, "i", to="varying")), "i")
+    return jax.shard_map(mapped, mesh=jax.make_mesh((1,), ("i",)), in_specs=P(), out_specs=P())
+
+
+@pytest.mark.parametrize("name", ["norm_of_scaled_gradients", "warmup_by_steps", "absolute_errors"])
+def test_casts_to_varying_values_hide_no_defect(name):
+    case = next(case for case in PLANTS if case.name == name)
+    fn, args = planted(case)
+    assert checks(in_shard_map(fn), *args) == checks(fn, *args)
+
+
+def test_casts_to_varying_values_make_no_false_error():
+    build, recipe = audit_healthy.STEPS["recipe_in_float16"]
+    fn, args = build()
+    assert audit(in_shard_map(fn), *args, recipe=recipe).ok
 
 
 @pytest.mark.parametrize("fn", audit_decisions.NEIGHBORS)

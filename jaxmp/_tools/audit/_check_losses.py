@@ -43,7 +43,7 @@ class RoundedLoss(_labels.ConditionalFinding):
     """Label of a mean or sum that is a scalar in 16 bits."""
 
     check = LOSS_16BIT
-    survives = _checks.LAYOUT | _core.named("add sub mul div neg log sqrt")
+    survives = _checks.LAYOUT | _core.named("add sub mul div neg log sqrt psum psum_invariant")
 
 
 class RoundedTerm(_labels.ConditionalFinding):

@@ -166,7 +166,7 @@ FLOATS = _core.CASTABLE | {_core.FLOAT64}
 # `jax.nn.logsumexp` does), in another layout or dtype.
 LAYOUT = _core.named(
     "convert_element_type reshape broadcast_in_dim abs squeeze transpose copy expand_dims"
-    " stop_gradient reduce_precision"
+    " stop_gradient reduce_precision pvary"
 )
 CASTS = _core.named("convert_element_type")
 BROADCASTS = _core.named("broadcast_in_dim reshape")

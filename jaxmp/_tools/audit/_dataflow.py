@@ -278,7 +278,7 @@ def _is_neutral(var: _programs.Atom, op: OpOccurrence) -> bool:
     In a backward pass, such are all summands that are not proportional to the scale.
     """
     source = op.body.source_of(
-        var, _core.named("broadcast_in_dim square neg convert_element_type reshard")
+        var, _core.named("broadcast_in_dim square neg convert_element_type reshard pvary")
     )
     is_large = lambda value: np.any(np.isfinite(value) & (np.abs(value) > 1e-3))
     is_constant = _programs.is_literal(source) and not is_large(source.val)
