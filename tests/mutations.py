@@ -539,6 +539,11 @@ a scale of Flax grows one step too early
 test_loss_scale.py::test_a_scale_of_jmp_or_flax_continues_with_the_same_values
 """,
     "jaxmp/_gradients/_evaluate.py": r"""
+gradients of the parts of a weight are averaged
+- axis for axis in axes if axis not in summed_over)
++ axes)
+test_gradients.py::test_gradients_of_gathered_parts_are_sums_over_devices_already
+
 gradients are unscaled by the next, halved scale
 - options.loss_scale.with_leaves(scale_value=poisoned).unscale
 + options.loss_scale.with_leaves(scale_value=poisoned / 2).unscale
@@ -2662,6 +2667,11 @@ an average beside a train state is placed as its parameters
 test_sharding.py::test_averages_beside_a_train_state_are_split_like_moments
 """,
     "jaxmp/optim/_skip.py": r"""
+devices that have parts of the parameters decide alone about shared counters
+- (params, state.stats.total))
++ params)
+test_skipped_steps.py::test_parts_of_parameters_on_each_device_share_the_counters
+
 the code for a field of the inner state fails where several have the name
 - call = "get" if len(values) == 1 else "get_all_with_path"
 + call = "get"
@@ -2689,7 +2699,7 @@ a train state applies steps whose overflow a transformation hides
 test_optim.py::test_wrappers_in_a_train_state_train_right_or_are_refused
 
 a device can skip the step of a parameter that all devices share
--         _check_devices_agree(first, params)
+-         _check_devices_agree(first, (params, state.stats.total))
 test_skipped_steps.py::test_devices_that_could_skip_alone_are_an_error_and_its_fix_runs
 
 a skip by selection keeps the new optimizer state

@@ -518,6 +518,25 @@ def test_shard_map_averages_once_and_in_fp32(getkey, microbatches):
     assert reductions and set(reductions) == {"f32"}
 
 
+@pytest.mark.parametrize(("microbatches", "check_vma"), [(1, True), (2, False)])
+def test_gradients_of_gathered_parts_are_sums_over_devices_already(getkey, microbatches, check_vma):
+    """In FSDP by hand, each device has other rows of a weight, and a copy of smaller parameters."""
+    params, batch = make(getkey())
+    mesh = Mesh(np.array(jax.devices()[:2]), ("d",), axis_types=(AxisType.Auto,))
+    specs = jax.tree.map(lambda p: P() if p.shape[0] % 2 else P("d"), params)
+    assert {P(), P("d")} == set(jax.tree.leaves(specs))
+
+    @jax.checkpoint
+    def fn(params, batch):
+        gather = lambda p, spec: jax.lax.all_gather(p, "d", tiled=True) if any(spec) else p
+        return loss_fn(jax.tree.map(gather, params, specs), batch)
+
+    run = jaxmp.value_and_grad(fn, loss_scale=2.0**6, axis_name="d", microbatches=microbatches)
+    options = {"in_specs": (specs, P("d")), "out_specs": (P(), specs), "check_vma": check_vma}
+    result = jax.jit(jax.shard_map(run, mesh=mesh, **options))(params, batch)
+    assert_trees_close(result, jax.value_and_grad(loss_fn)(params, batch), rtol=2e-6, atol=1e-7)
+
+
 def test_a_function_without_parameters_has_a_loss_and_no_gradients():
     loss, grads = jaxmp.value_and_grad(lambda params, x: x.sum(), loss_scale=8.0)({}, jnp.ones(3))
     assert loss == 3 and grads == {}

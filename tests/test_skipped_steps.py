@@ -242,6 +242,25 @@ def test_devices_that_could_skip_alone_are_an_error_and_its_fix_runs(recipe):
     assert updates["b"][0] != 0 and updates["b"][1] == 0
 
 
+@pytest.mark.parametrize("recipe", ["fp32", "fp16", "bf16_params"])
+def test_parts_of_parameters_on_each_device_share_the_counters(recipe):
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    recipe, params = jaxmp.load_recipe(recipe), {"w": jnp.ones(4)}
+
+    def run(tx, last):
+        state = jaxmp.TrainState.create(apply_fn=None, params=params, tx=tx)
+        specs = jax.tree.map(lambda leaf: jax.P("data") if leaf.shape else jax.P(), state)
+        grads = {"w": jnp.array([1.0, 1.0, 1.0, last])}
+        step = lambda state, grads: state.apply_gradients(grads=grads)
+        in_specs = specs, jax.P("data")
+        return jax.shard_map(step, mesh=mesh, in_specs=in_specs, out_specs=specs)(state, grads)
+
+    with pytest.raises(CompositionError, match=r"loss scale .* axis_name=\('data',\)"):
+        run(recipe.optimizer(optax.sgd(0.1)), 1.0)
+    tx = recipe.optimizer(optax.sgd(0.1), axis_name="data")
+    assert jaxmp.get_skip_stats(run(tx, jnp.inf)).total == 1 and run(tx, 1.0).params["w"][3] < 1
+
+
 def test_an_nnx_optimizer_reports_too():
     model = nnx.Linear(3, 2, rngs=nnx.Rngs(0))
     optimizer = jaxmp.nnx.Optimizer(model, jaxmp.load_recipe("bf16").optimizer(optax.sgd(0.1)))

@@ -26,6 +26,7 @@ from jaxmp._gradients._hints import (
     warn_of_rounded_loss,
 )
 from jaxmp._gradients._loss_scale import LossScale, NoLossScale
+from jaxmp._gradients._parts import summed_axes
 from jaxmp.errors import JaxmpError
 from jaxmp.fp8 import _overwritten
 
@@ -51,6 +52,8 @@ class Options:
     guarded: bool
     # The differentiated arguments of a call, before `begin_step` of their FP8 states.
     before: tuple[Any, ...] = ()
+    # With `axes`: filled with a tree of the axes over which the gradients are sums already.
+    parts: list[PyTree] = dataclasses.field(default_factory=list)
 
 
 @jax.tree_util.register_dataclass
@@ -111,7 +114,10 @@ def differentiate(
         loss, backward, (weight, aux) = jax.vjp(run, *inputs, has_aux=True)
     check_matmuls(described, backward)
     cotangent, _ = _cotangent_and_unscale(loss, options)
-    grads = backward(_compat.vary(cotangent, _compat.varying_axes(loss)))
+    cotangent = _compat.vary(cotangent, _compat.varying_axes(loss))
+    if options.axes:
+        options.parts[:] = [summed_axes(backward, cotangent)]
+    grads = backward(cotangent)
     return Sums(loss, weight, grads), aux
 
 
@@ -191,17 +197,26 @@ def _poison(finite: jax.Array, grads: PyTree, *, only_one: bool) -> PyTree:
 
 
 def reduce_sums(sums: Sums, options: Options) -> Sums:
-    """Averages over devices; weighted results are summed."""
+    """Averages over devices; weighted results are summed.
+
+    The gradient of a part of a weight, which the loss gathers, is the sum over devices already.
+    """
     if not options.axes:
         return sums
     combine = lax.pmean if sums.weight is None else lax.psum
     axes, dtype = options.axes, options.reduce_dtype
 
-    def reduce_leaf(gradient: Array) -> Array:
-        return combine(_core.cast_floating(gradient, dtype), axes)
+    def reduce_leaf(gradient: Array, summed_over: frozenset[Hashable]) -> Array:
+        others = tuple(axis for axis in axes if axis not in summed_over)
+        total = combine(_core.cast_floating(gradient, dtype), others)
+        parts = 1 if sums.weight is not None else lax.axis_size(axes) // lax.axis_size(others)
+        return total if parts == 1 else total / parts
 
     grads = _overwritten.map_leaves(
-        reduce_leaf, lambda leaf: lax.pmax(_overwritten.to_float32(leaf), axes), sums.grads
+        reduce_leaf,
+        lambda leaf, _: lax.pmax(_overwritten.to_float32(leaf), axes),
+        sums.grads,
+        *options.parts,
     )
     vary = lambda scalar: _compat.vary(scalar, axes)
     weight = None if sums.weight is None else lax.psum(vary(sums.weight), axes)

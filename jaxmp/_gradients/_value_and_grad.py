@@ -132,7 +132,7 @@ def value_and_grad(
         if batch_argnums is None and called.microbatches > 1:
             _check_only_batch(called, args, kwargs)
         before = tuple(args[i] for i in called.argnums)
-        called = dataclasses.replace(called, before=before)
+        called = dataclasses.replace(called, before=before, parts=[])
         spread = is_on_several_devices(args, kwargs)
         # As device-varying arguments, their gradients are summed in `reduce_sums` only.
         begin = lambda arg: _compat.vary(_overwritten.begin_step(arg, spread), called.axes)

@@ -251,7 +251,10 @@ def skip_nonfinite(
         inner_state = agree_on_overflow(inner.init(params), _compat.bound_axes(axes))
         scale = (loss_scale or _loss_scale.NoLossScale()).fresh()
         scale = scale.with_leaves(_mark=_core.Mark(dtype))
-        return SkipNonfiniteState(scale, SkipStats.zero(inner_state), inner_state, settings)
+        # Devices that train alone, each with its own parameters, have their own counters.
+        own = frozenset.intersection(*_varying_axes(params) or [frozenset()]).difference(axes)
+        scale, stats = _compat.vary((scale, SkipStats.zero(inner_state)), own)
+        return SkipNonfiniteState(scale, stats, inner_state, settings)
 
     def update_fn(
         updates: PyTree, state: PyTree, params: PyTree = None, **extra_args: object
@@ -265,8 +268,9 @@ def skip_nonfinite(
         has_same_shapes = all(jnp.shape(g) == jnp.shape(p) for g, p in pairs)
 
         def read() -> PyTree:
-            inner_state = state.inner_state
-            return _assign.unpack_parameters(inner_state, params) if assigns else inner_state
+            if not assigns:
+                return state.inner_state
+            return agree_on_overflow(_assign.unpack_parameters(state.inner_state, params), axes)
 
         def do_update(old_state: PyTree) -> tuple[PyTree, PyTree]:
             # In a branch, XLA would pass the FP32 copies of the check through memory.
@@ -293,7 +297,7 @@ def skip_nonfinite(
         first, is_zero = _core.check_squares(grads)
         if axes:
             first = _compat.smallest(first, axes)
-        _check_devices_agree(first, params)
+        _check_devices_agree(first, (params, state.stats.total))
         leaves = jnp.int32(len(jax.tree.leaves(grads)))
         finite = lax.eq(first, leaves)
         is_zero = _compat.agree(is_zero, axes) if axes else is_zero
@@ -429,26 +433,31 @@ class _OtherStructureError(CompositionError):
         )
 
 
-def _check_devices_agree(first: jax.Array, params: PyTree) -> None:
-    """Checks that all devices which share a parameter skip the same steps.
+def _varying_axes(tree: PyTree) -> list[frozenset[Hashable]]:
+    """Returns for each leaf the axes of an enclosing `shard_map` over which it varies."""
+    return list(map(_compat.varying_axes, jax.tree.leaves(tree)))
+
+
+def _check_devices_agree(first: jax.Array, shared: PyTree) -> None:
+    """Checks that all devices which share a parameter or a counter skip the same steps.
 
     Args:
       first: index of the first gradient that is not finite, from which the skip is decided.
-      params: the parameters. In `shard_map`, JAX knows over which axes they vary.
+      shared: the parameters and counters. In `shard_map`, JAX knows over which axes they vary.
 
     Raises:
-      CompositionError: if the decision varies over an axis, and a parameter does not.
+      CompositionError: if the decision varies over an axis, and one of them does not.
     """
-    varying = [_compat.varying_axes(leaf) for leaf in jax.tree.leaves(params)]
+    varying = _varying_axes(shared)
     axes = sorted(a for a in _compat.varying_axes(first) if not all(a in v for v in varying))
     if axes:
         raise CompositionError(
             f"The optimizer runs in jax.shard_map. Gradients vary over the axes {axes}, so that "
-            "each device would decide alone whether it skips a step, and a parameter that all "
-            "devices share would differ between them. Let them skip the same steps: "
+            "each device would decide alone whether it skips a step, and a parameter or loss scale "
+            "that all devices share would differ between them. Let them skip the same steps: "
             f"tx = recipe.optimizer(tx, axis_name={tuple(axes)}). "
             "If each device trains alone until it averages parameters: params = "
-            f"jax.lax.pcast(params, {tuple(axes)}, to='varying')."
+            f"jax.lax.pcast(params, {tuple(axes)}, to='varying'); opt_state = tx.init(params)."
         )
 
 

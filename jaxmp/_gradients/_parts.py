@@ -1,0 +1,45 @@
+"""Gradients of parts of weights, which a loss gathers from the devices by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from jaxmp import _core, _programs
+from jaxmp._core import PyTree, _compat
+from jaxmp._programs import Frame
+
+_MOVES = _programs.EXACT | _core.named("add_any mul div")
+
+
+class _SummedAxes(_programs.Forward):
+    """Finds the mesh axes over which a backward pass has summed the gradient of a gathered part."""
+
+    nothing = frozenset[Any]()
+
+    def join(self, first: frozenset[Any], second: frozenset[Any]) -> frozenset[Any]:
+        return first | second
+
+    def equation(self, equation: _compat.JaxprEqn, operands: list[Any], frame: Frame) -> list[Any]:
+        name = equation.primitive.name
+        if name not in _MOVES:
+            return self.enter(equation, operands, frame)
+        axes = _programs.mesh_axes_of(equation) if name == "reduce_scatter" else ()
+        return [frozenset(axes).union(*operands)] * len(equation.outvars)
+
+
+def summed_axes(backward: Callable[[jax.Array], PyTree], cotangent: jax.Array) -> PyTree:
+    """Returns for each gradient the mesh axes over which it is a sum already.
+
+    In FSDP by hand, each device has another part of a weight, and `jax.lax.all_gather` is
+    transposed to a sum over the devices, of which each receives its part.
+
+    Args:
+      backward: the result of `jax.vjp`.
+      cotangent: of the loss.
+    """
+    traced = _programs.trace(backward, (cotangent,), {})
+    arguments = [frozenset[Any]()] * len(traced.closed.jaxpr.invars)
+    return traced.results(_SummedAxes().run(traced.closed, arguments))
