@@ -154,6 +154,19 @@ def test_line_searches_differentiate_with_the_loss_scale(around):
     np.testing.assert_allclose(stored, np.full(2, 1e-9, np.float32), rtol=1e-3)
 
 
+def test_a_step_whose_hessian_overflows_is_skipped():
+    """Of cotangents in the range of float16, a scale of 2**16 leaves 2e-3, and not 2, finite."""
+    tx = jaxmp.load_recipe("fp16").optimizer(relaxed(optax.contrib.sophia(1e-2, update_interval=1)))
+    state = jaxmp.TrainState.create(apply_fn=None, params=jnp.full(2, 1e-3), tx=tx)
+    fn = lambda w: jnp.sum(jnp.square(jax.lax.reduce_precision(w, 5, 10)))
+    for skipped, scale in ((1, 2.0**15), (2, 2.0**14), (2, 2.0**14)):
+        _, grads = state.value_and_grad(fn)()
+        state = state.apply_gradients(grads=grads, extra_args={"obj_fn": fn})
+        assert jaxmp.get_skip_stats(state).total == skipped
+        assert jaxmp.get_loss_scale(state).scale_value == scale
+    np.testing.assert_allclose(optax.tree.get(state.opt_state, "nu"), 0.02, rtol=1e-2)
+
+
 def test_devices_agree_on_a_line_search():
     tx = optax.chain(optax.sgd(1e-3), SEARCH)
     tx = jaxmp.load_recipe("fp32").optimizer(tx, axis_name="data")

@@ -15,8 +15,9 @@ from jaxmp._core import PyTree
 from jaxmp.optim._assign import assign, set_master_params, unpack_masters
 from jaxmp.optim._find import guard_of
 from jaxmp.optim._layout import MasterParamsState
+from jaxmp.optim._losses import with_scaled_losses
 from jaxmp.optim._master import add_update
-from jaxmp.optim._skip import SkipNonfiniteState, with_scaled_losses
+from jaxmp.optim._skip import SkipNonfiniteState
 
 
 class Applied(NamedTuple):

@@ -20,6 +20,7 @@ from jaxmp._gradients._hints import is_in_loss
 from jaxmp.errors import CompositionError
 from jaxmp.optim import _assign
 from jaxmp.optim._layout import MasterParamsState, map_master_states, master_states
+from jaxmp.optim._losses import losses_of, stays_finite, with_scaled_losses
 
 
 def can_overflow(state: PyTree) -> bool:
@@ -287,6 +288,13 @@ def skip_nonfinite(
                 emitted = jax.tree.map(lambda g, u: _core.cast(u, g.dtype), grads, emitted)
             return emitted, inner_state
 
+        def fits(old_state: PyTree, new_state: PyTree) -> jax.Array | None:
+            is_scaled = not isinstance(state.loss_scale, _loss_scale.NoLossScale)
+            flags = [all_fit(new_state)] if can_overflow(new_state) else []
+            if is_scaled and losses_of(extra_args):
+                flags.append(_compat.agree(stays_finite(old_state, new_state), axes))
+            return functools.reduce(lax.bitwise_and, flags) if flags else None
+
         def write(inner_state: PyTree) -> PyTree:
             return _assign.assign(params, inner_state) if assigns else inner_state
 
@@ -319,7 +327,7 @@ def skip_nonfinite(
 
         branches = skip == "cond" or (skip == "auto" and _compat.target() == "cpu")
         guarded_update = _cond_update if branches else _select_update
-        steps = _Steps(read, do_update, reject, write)
+        steps = _Steps(read, do_update, fits, reject, write)
         try:
             outcome = guarded_update(finite, steps)
         except _OtherStructureError as error:
@@ -351,22 +359,6 @@ def skip_nonfinite(
         )
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
-
-
-# Arguments of optax's transformations that are losses, which an update differentiates.
-_LOSSES = {"value_fn", "obj_fn"}
-
-
-def with_scaled_losses(extra_args: dict[str, Any], state: SkipNonfiniteState) -> dict[str, Any]:
-    """Replaces losses by those with the gradients of the train state's `value_and_grad`."""
-    settings, scale = state.settings, state.loss_scale
-    is_plain = isinstance(scale, _loss_scale.NoLossScale) and not settings.axis_name
-    if is_plain or settings.is_noted:
-        return extra_args
-    options = settings.options() | {"loss_scale": scale}
-    change = functools.partial(_loss_scale.differentiable, **options)
-    losses = {key: fn for key, fn in extra_args.items() if key in _LOSSES and callable(fn)}
-    return extra_args | {key: change(fn) for key, fn in losses.items()}
 
 
 def _in_one_array(
@@ -410,6 +402,7 @@ class _Steps(NamedTuple):
 
     read: Callable[[], PyTree]
     update: Callable[[PyTree], tuple[PyTree, PyTree]]
+    fits: Callable[[PyTree, PyTree], jax.Array | None]
     reject: Callable[..., _Outcome]
     write: Callable[[PyTree], PyTree]
 
@@ -464,7 +457,8 @@ def _check_devices_agree(first: jax.Array, shared: PyTree) -> None:
 def _select_update(finite: jax.Array, steps: _Steps) -> _Outcome:
     _, zeros, old_state, old_overflow = steps.reject(steps.read())
     emitted, new_state = steps.update(old_state)
-    applied = lax.bitwise_and(finite, all_fit(new_state)) if can_overflow(old_state) else finite
+    fits = steps.fits(old_state, new_state)
+    applied = finite if fits is None else lax.bitwise_and(finite, fits)
     if _compat.target() == "cpu":
         # Without the barrier XLA:CPU fuses the check into every select (eight times the HLO).
         applied = lax.optimization_barrier(applied)
@@ -485,8 +479,8 @@ def _cond_update(finite: jax.Array, steps: _Steps) -> _Outcome:
         emitted, new_state = steps.update(old_state)
         overflow = overflow_leaf(new_state)
         accept = lambda: (jnp.array(True), emitted, steps.write(new_state), overflow)
-        if not can_overflow(new_state):
+        if (fits := steps.fits(old_state, new_state)) is None:
             return accept()
-        return lax.cond(all_fit(new_state), accept, lambda: reject(old_state, overflow))
+        return lax.cond(fits, accept, lambda: reject(old_state, overflow))
 
     return lax.cond(finite, try_update, lambda: reject(steps.read()))
