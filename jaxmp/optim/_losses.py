@@ -42,7 +42,7 @@ def stays_finite(old: PyTree, new: PyTree) -> jax.Array:
     """Returns True if all arrays of a state that were finite still are.
 
     A derivative that the optimizer computes of a scaled loss can overflow, although the gradients
-    are finite, and would remain in its averages. Scalars may be infinite, as those of line searches.
+    are finite, and would remain in averages. Scalars may be infinite, as those of line searches.
     """
     leaves = zip(jax.tree.leaves(old), jax.tree.leaves(new), strict=True)
     arrays = [(a, b) for a, b in leaves if _core.is_inexact(b) and b.ndim]
