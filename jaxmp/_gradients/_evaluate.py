@@ -52,7 +52,7 @@ class Options:
     guarded: bool
     # The differentiated arguments of a call, before `begin_step` of their FP8 states.
     before: tuple[Any, ...] = ()
-    # With `axes`: filled with a tree of the axes over which the gradients are sums already.
+    # Filled with a tree of the axes over which gradients are sums already, if some are.
     parts: list[PyTree] = dataclasses.field(default_factory=list)
 
 
@@ -116,7 +116,7 @@ def differentiate(
     cotangent, _ = _cotangent_and_unscale(loss, options)
     cotangent = _compat.vary(cotangent, _compat.varying_axes(loss))
     if options.axes:
-        options.parts[:] = [summed_axes(backward, cotangent)]
+        options.parts[:] = summed_axes(backward, cotangent)
     grads = backward(cotangent)
     return Sums(loss, weight, grads), aux
 
@@ -206,7 +206,7 @@ def reduce_sums(sums: Sums, options: Options) -> Sums:
     combine = lax.pmean if sums.weight is None else lax.psum
     axes, dtype = options.axes, options.reduce_dtype
 
-    def reduce_leaf(gradient: Array, summed_over: frozenset[Hashable]) -> Array:
+    def reduce_leaf(gradient: Array, summed_over: frozenset[Hashable] = frozenset()) -> Array:
         others = tuple(axis for axis in axes if axis not in summed_over)
         total = combine(_core.cast_floating(gradient, dtype), others)
         parts = 1 if sums.weight is not None else lax.axis_size(axes) // lax.axis_size(others)
@@ -214,7 +214,7 @@ def reduce_sums(sums: Sums, options: Options) -> Sums:
 
     grads = _overwritten.map_leaves(
         reduce_leaf,
-        lambda leaf, _: lax.pmax(_overwritten.to_float32(leaf), axes),
+        lambda leaf, *_: lax.pmax(_overwritten.to_float32(leaf), axes),
         sums.grads,
         *options.parts,
     )

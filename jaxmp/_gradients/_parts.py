@@ -30,8 +30,8 @@ class _SummedAxes(_programs.Forward):
         return [frozenset(axes).union(*operands)] * len(equation.outvars)
 
 
-def summed_axes(backward: Callable[[jax.Array], PyTree], cotangent: jax.Array) -> PyTree:
-    """Returns for each gradient the mesh axes over which it is a sum already.
+def summed_axes(backward: Callable[[jax.Array], PyTree], cotangent: jax.Array) -> list[PyTree]:
+    """Returns a tree with the mesh axes over which each gradient is a sum already; [] for none.
 
     In FSDP by hand, each device has another part of a weight, and `jax.lax.all_gather` is
     transposed to a sum over the devices, of which each receives its part.
@@ -40,6 +40,11 @@ def summed_axes(backward: Callable[[jax.Array], PyTree], cotangent: jax.Array) -
       backward: the result of `jax.vjp`.
       cotangent: of the loss.
     """
+    forward = getattr(backward, "jaxpr", None)
+    names = () if forward is None else _programs.primitives(forward)
+    # Most losses gather nothing, and are not traced again.
+    if forward is not None and not any("all_gather" in name for name in names):
+        return []
     traced = _programs.trace(backward, (cotangent,), {})
     arguments = [frozenset[Any]()] * len(traced.closed.jaxpr.invars)
-    return traced.results(_SummedAxes().run(traced.closed, arguments))
+    return [traced.results(_SummedAxes().run(traced.closed, arguments))]

@@ -268,14 +268,14 @@ def _first(scales: tuple[tuple[float, float, float], ...]) -> float | None:
 
 def _row(kind: str, name: str, stats: TensorStats, scale: float) -> TensorRow:
     """Returns the row of a tensor; its magnitudes are divided by the loss scale in it."""
-    total = lambda x, weight=np.float64(1): float((np.asarray(x, np.float64) * weight).sum())
+    total = lambda x: float(np.sum(x, dtype=np.float64))
     size, finite, nonzero = total(stats.size), total(stats.finite), total(stats.nonzero)
     squared_unit = np.square(stats.unit, dtype=np.float64)
-    power = total(stats.power, squared_unit)
+    power = total(stats.power * squared_unit)
     share = lambda count, of: count / max(of, 1)
     formats = {}
     for label, sums in stats.sums.items():
-        underflow, noise = total(sums.zeros) - (size - nonzero), total(sums.noise, squared_unit)
+        underflow, noise = total(sums.zeros) - (size - nonzero), total(sums.noise * squared_unit)
         snr = 10 * math.log10(power / noise) if noise else math.inf
         formats[label] = share(underflow, nonzero), share(total(sums.overflow), nonzero), snr
     return TensorRow(
