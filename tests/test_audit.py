@@ -1101,8 +1101,25 @@ def test_flax_dynamic_scale():
 
     scale = jax.tree.map(jnp.asarray, DynamicScale())
     args = scale, jnp.ones((16, 16)), jnp.ones((8, 16))
-    assert checks(audit(step, *args, False)) == {"unused_loss_scale"}
+    finding = the_only(audit(step, *args, False).errors, "unused_loss_scale")
+    assert finding.fix == "scale, is_finite, loss, grads = scale.value_and_grad(loss_fn)(batch)"
     assert audit(step, *args, True).ok
+
+
+def test_the_fix_of_an_unused_loss_scale_runs_in_a_loop_of_optax():
+    tx = jaxmp.load_recipe("fp16").optimizer(optax.sgd(0.1))
+
+    def step(params, train, x, code):
+        names = {"jax": jax, "jaxmp": jaxmp, "params": params, "train": train}
+        names["loss_fn"] = lambda w: (x @ w).sum()
+        exec(code, names)
+        updates, state = tx.update(names["grads"], train["opt"], params)
+        return optax.apply_updates(params, updates), state
+
+    args = jnp.ones((16, 16)), {"opt": tx.init(jnp.ones((16, 16)))}, jnp.ones((8, 16))
+    report = audit(step, *args, "grads = jax.grad(loss_fn)(params)")
+    finding = the_only(report.errors, "unused_loss_scale")
+    assert audit(step, *args, finding.fix).ok
 
 
 # ---------------------------------------------------------------------------

@@ -145,12 +145,20 @@ def check_optimizer_state(audit: _auditor.Auditor) -> Iterator[Finding]:
 @UNUSED_LOSS_SCALE.on(_checks.PROGRAM)
 def check_unused_scale(audit: _auditor.Auditor) -> Iterator[Finding]:
     """Reports loss scales that the backward pass does not depend on."""
-    for location, var in audit.traced.dynamic_scales() if audit.has_backward else ():
+    for leaf, var in audit.traced.dynamic_scales() if audit.has_backward else ():
         if not audit.flow.scaled_by.isdisjoint(_dataflow.powers_of(audit.flow.of(var))):
             continue
+        location = jtu.keystr(leaf.path[: -len(leaf.below)])
         message = f"the dynamic loss scale at {location} is not applied to the loss, so small"
         message += " float16 gradients underflow."
-        yield UNUSED_LOSS_SCALE.finding(message, _FIX_NNX * bool(audit.traced.nnx_objects))
+        yield UNUSED_LOSS_SCALE.finding(message, _gradients_with([leaf], audit.traced))
+
+
+def _gradients_with(leaves: list[_roles.StateLeaf], traced: _trace.Traced) -> str:
+    """Returns code for gradients with the loss scale of the state that contains some leaves."""
+    if traced.nnx_objects:
+        return _FIX_NNX
+    return traced.gradients_with(leaves[0]) if leaves else ""
 
 
 def _optimizer_state_finding(
@@ -427,9 +435,9 @@ def check_missing_scale(audit: _auditor.Auditor) -> Iterable[Finding]:
         return
     message = "the backward pass multiplies in float16 without a loss scale: gradients below 6e-8"
     fix = "grads = jaxmp.grad(loss_fn, loss_scale=jaxmp.StaticLossScale(2.0**12))(params)"
-    fix = "" if any(step.in_optimizer) else fix
-    if audit.traced.nnx_objects:
-        fix = f"tx = jaxmp.load_recipe('fp16').optimizer(tx)\n{_FIX_NNX}"
+    of_optimizer = [leaf for leaf in audit.traced.leaves if leaf.in_optimizer]
+    if gradients := _gradients_with(of_optimizer, audit.traced):
+        fix = f"tx = jaxmp.load_recipe('fp16').optimizer(tx)\n{gradients}"
     yield MISSING_LOSS_SCALE.finding(f"{message} become zero.", fix, op)
 
 

@@ -98,11 +98,23 @@ class Traced:
         is_scale = lambda leaf: leaf.role == _roles.LOSS_SCALE and leaf.field.startswith("scale")
         return [number for number, leaf in enumerate(self.leaves) if is_scale(leaf)]
 
-    def dynamic_scales(self) -> list[tuple[str, _programs.Atom]]:
-        """Returns (location among the arguments, variable) of each dynamic loss scale."""
+    def dynamic_scales(self) -> list[tuple[_roles.StateLeaf, _programs.Atom]]:
+        """Returns (value among the arguments, variable) of each dynamic loss scale."""
         leaves = [(self.leaves[n], self.variables[n]) for n in self.scales()]
-        leaves = [(leaf, var) for leaf, var in leaves if hasattr(leaf.owner, "backoff_factor")]
-        return [(jtu.keystr(leaf.path[: -len(leaf.below)]), var) for leaf, var in leaves]
+        return [(leaf, var) for leaf, var in leaves if hasattr(leaf.owner, "backoff_factor")]
+
+    def gradients_with(self, leaf: _roles.StateLeaf) -> str:
+        """Returns code for gradients with the loss scale of an argument that contains a leaf."""
+        has_method = lambda node: hasattr(node, "value_and_grad")
+        nodes = jtu.tree_flatten_with_path(self.arguments, is_leaf=has_method)[0]
+        for path, node in nodes:
+            if has_method(node) and leaf.path[: len(path)] == path:
+                name = self.text_of(path[1:])
+                # The loss scale of Flax is a state of its own.
+                first = f"{name}, is_finite, " if node is leaf.owner else ""
+                return f"{first}loss, grads = {name}.value_and_grad(loss_fn)(batch)"
+        scale = f"jaxmp.get_loss_scale({self.text_of(leaf.path[1:2])})"
+        return f"loss, grads = jaxmp.value_and_grad(loss_fn, loss_scale={scale})(params)"
 
     def inputs(self) -> list[tuple[FloatInput, _programs.Atom]]:
         """Returns the FP32 arguments that are not part of a model's state, and their variables."""
