@@ -329,7 +329,7 @@ def test_averages_beside_masters_are_reported_and_the_fix_is_clean(form):
     params, recipe = {"w": jnp.ones((64, 64))}, jaxmp.load_recipe("bf16_params")
     if "packed" in form:
         recipe = recipe.replace(master="packed")
-    tx = optax.sgd(0.1) if form == "dict" else relaxed(optax.adam(1e-3))
+    tx = optax.sgd(0.1) if form in ("dict", "packed") else relaxed(optax.adam(1e-3))
     state = new_state(params, recipe, tx)
     step, ema = functools.partial(average_of_the_last_step, new="new" in form), state.params
     if form == "dict":

@@ -222,6 +222,9 @@ class _Step:
         self.avals = {n: var.aval for n, var in enumerate(traced.variables)}
         # Numbers of the arguments that are updated with gradients; none if nothing is trained.
         self.learned = {n for n, row in self.updates.items() if any(x.has_gradient for x in row)}
+        # Plain SGD updates packed masters as bits, which have no summands.
+        packed = (n for n, leaf in enumerate(self.leaves) if leaf.role == _roles.REMAINDER)
+        self.learned.update(packed if audit.has_backward else ())
 
     @property
     def trains_fp32(self) -> bool:
