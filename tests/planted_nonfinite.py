@@ -147,7 +147,7 @@ PLANTS = [
             y = jnp.where(x < 1.0, x, jnp.sqrt(x))  # fault
             return y.sum()
 
-        ARGUMENTS = jnp.array([2.0, 0.0, 0.5])
+        ARGUMENTS = (jnp.array([2.0, 0.0, 0.5]),)
         """,
         "where_gradient",
         phase="backward",
@@ -160,7 +160,7 @@ PLANTS = [
                 length = jnp.linalg.norm(x)  # fault
             return length**2
 
-        ARGUMENTS = jnp.zeros(3)
+        ARGUMENTS = (jnp.zeros(3),)
         """,
         "root_of_zero",
         module="penalty",
@@ -260,7 +260,7 @@ PLANTS = [
         def loss(x):
             return lax.cond(x.sum() > 0, root, jnp.sin, x).sum()
 
-        ARGUMENTS = jnp.array([2.0, 0.5])
+        ARGUMENTS = (jnp.array([2.0, 0.5]),)
         """,
         "root_of_negative",
     ),
@@ -282,7 +282,7 @@ PLANTS = [
                 y = normalized(x)  # fault
             return (y**2 + y).sum()
 
-        ARGUMENTS = jnp.array([[1.0, 2.0], [0.0, 0.0]])
+        ARGUMENTS = (jnp.array([[1.0, 2.0], [0.0, 0.0]]),)
         """,
         "division_by_zero",
         module="norm",
