@@ -174,7 +174,7 @@ def test_a_name_never_reads_the_file_system(write):
         PolicyMap(POLICIES["bf16"]),
         Policy("f32", "bf16", "f32"),
         jmp.get_policy("p=f32,c=bf16,o=f32"),
-        {"p": "f32", "c": "bf16", "o": "f32"},
+        {"p": "f32", "compute_dtype": jnp.bfloat16, "output": np.float32},
         "p=f32,c=bf16,o=f32",
         load_recipe("p=f32,c=bf16,o=f32"),
     ],
@@ -700,17 +700,13 @@ def test_cast_params_goes_by_path():
     recipe = load_recipe("bf16").replace(
         policies=PolicyMap("p=bf16", [Rule("dense:bias", "p=f32")])
     )
-    cast = recipe.cast_params(params)
-    assert cast["dense"]["kernel"].dtype == jnp.bfloat16
-    assert cast["dense"]["bias"] is params["dense"]["bias"]
-    assert cast["step"] is params["step"]
-
-
-def test_cast_params_leaves_other_collections_alone():
-    variables = {"params": {"kernel": jnp.ones(2)}, "batch_stats": {"mean": jnp.ones(2)}}
-    cast = load_recipe("bf16_params").cast_params(variables)
-    assert cast["params"]["kernel"].dtype == jnp.bfloat16
-    assert cast["batch_stats"]["mean"].dtype == jnp.float32
+    statistics = {"mean": jnp.ones(2)}
+    both = recipe.cast_params({"params": params, "batch_stats": statistics})
+    for cast in (recipe.cast_params(params), both["params"]):
+        assert cast["dense"]["kernel"].dtype == jnp.bfloat16
+        assert cast["dense"]["bias"] is params["dense"]["bias"]
+        assert cast["step"] is params["step"]
+    assert both["batch_stats"]["mean"] is statistics["mean"]
 
 
 @pytest.mark.parametrize("name", ALL)

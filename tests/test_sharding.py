@@ -324,18 +324,11 @@ def test_an_unknown_axis_is_refused():
         state_shardings(state, specs, optimizer="fsdp")
 
 
-def test_the_page_shows_the_programs_as_measured():
+def test_the_page_shows_the_programs_as_measured_and_the_plan_as_compiled():
     root = Path(__file__).parents[1]
-    results = json.loads((root / "benchmarks/results/sharded_programs_h200.json").read_text())
-    assert (
-        sharded_programs.table_of(results["rows"], 8) in (root / "docs/measurements.md").read_text()
-    )
-
-
-def test_the_page_shows_the_plan_as_compiled():
-    root = Path(__file__).parents[1]
-    results = json.loads((root / "benchmarks/results/plan_llama_h200.json").read_text())
-    table = [plan_llama.HEADER, *map(plan_llama.markdown, results["rows"])]
     page = (root / "docs/measurements.md").read_text()
-    assert "\n".join(table) in page and f"JAX {results['jax']}" in page
-    assert [(row["size"], row["gpus"], row["model"]) for row in results["rows"]] == plan_llama.PLANS
+    files = (f"{name}_h200.json" for name in ("sharded_programs", "plan_llama"))
+    programs, plan = (json.loads((root / "benchmarks/results" / f).read_text()) for f in files)
+    assert sharded_programs.table_of(programs["rows"], 8) in page
+    table = [plan_llama.HEADER, *map(plan_llama.markdown, plan["rows"])]
+    assert "\n".join(table) in page and f"JAX {plan['jax']}" in page

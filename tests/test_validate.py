@@ -478,15 +478,6 @@ def test_directions_of_names_are_those_of_the_page():
         assert direction_of(name) == "two-sided"
 
 
-SCORES = "accuracy auc bleu val_f1 reward return psnr ssim r2 iou exact_match success_rate"
-
-
-@pytest.mark.parametrize("name", [*SCORES.split(), "recall@5", "hits"])
-def test_the_direction_of_a_score_is_that_of_its_name(name):
-    (metric,) = choose_metrics(records("x", [0.8, 0.82], metric=name, first=0.2))
-    assert metric.direction == ("max" if name in SCORES.split() else "two-sided")
-
-
 def test_a_score_of_an_unknown_direction_fails_in_both_directions():
     reference = records("fp32", [0.8, 0.82], metric="z")
     for factor, verdict in ((1.02, "fail"), (0.98, "fail"), (1.001, "pass"), (0.999, "pass")):
