@@ -187,7 +187,7 @@ def test_a_loop_that_stays_trains_in_16_bits(name):
 
 
 @pytest.mark.parametrize("name", ["nnx", "flax_state", "flax_optimizer", "optax"])
-@fast_cases("flax_state")
+@fast_cases("flax_state", "flax_optimizer")
 def test_a_step_that_overflows_is_skipped_in_every_loop(name):
     expected = run(name, AFTER, without_the_third)
     assert_equal(expected, run(name, AFTER, with_an_overflow), "params")

@@ -167,9 +167,12 @@ class Sows(nnx.Module):
     def __call__(self, x):
         y = self.layer(x)
         self.seen = nnx.Intermediate(y)
+        self.sow(nnx.Intermediate, "sown", y)
         return y[:, 0]
 
 
+# Flax deprecates `sow` outside of `nnx.capture`; models that do it still exist.
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize("microbatches", [1, 2])
 def test_new_attributes_and_auxiliary_objects_come_out(microbatches):
     model = Sows(nnx.Rngs(0))
@@ -383,7 +386,7 @@ def interleaved(model, actor, critic, x_actor, x_critic, critic_first):
         optimizer.update(model, grads)
 
 
-@pytest.mark.parametrize("critic_first", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("critic_first", [False, True])
 @pytest.mark.usefixtures("check_leaks")
 def test_two_optimizers_undo_only_their_own_calls(critic_first):
     step = nnx.jit(functools.partial(interleaved, critic_first=critic_first))
@@ -401,16 +404,6 @@ def test_two_optimizers_undo_only_their_own_calls(critic_first):
         np.testing.assert_allclose(model.critic[...], 1.0 if x_critic is BAD else moved)
         np.testing.assert_allclose(model.mean[...], statistic)
         assert int(model.rngs.default.count[...]) == 2
-
-
-def test_a_skip_leaves_what_another_optimizer_applied():
-    model, actor, critic = players()
-    _, grads_actor = actor.value_and_grad(actor_loss)(model, BAD)
-    _, grads_critic = critic.value_and_grad(critic_loss)(model, GOOD)
-    critic.update(model, grads_critic)
-    actor.update(model, grads_actor)
-    np.testing.assert_allclose(model.critic[...], 1.0 - 0.1 * GOOD)
-    np.testing.assert_allclose(model.actor[...], 1.0)
 
 
 def test_a_call_without_update_leaves_nothing_to_restore():

@@ -22,7 +22,7 @@ from jaxmp._flax._nnx_model import apply_policy, find_modules, paths_of
 from jaxmp._policies._load import PolicyMap
 from jaxmp._policies._policy import Policy
 from jaxmp._policies._rules import Rule
-from jaxmp.errors import CompositionError, PolicyError, RuleError
+from jaxmp.errors import CompositionError, RuleError
 from programs import dtypes, module_path, named, products, relative_error, trace
 from training_steps import nnx_step
 
@@ -116,8 +116,11 @@ def test_the_original_keeps_its_bits_and_its_program():
 
 
 def test_a_wrapped_model_looks_like_the_original():
-    wrapped = apply_policy(Net(rngs()), MIXED)
+    model = Net(rngs())
+    model.dtype = "my own"  # a field of the user, which is no dtype of a layer
+    wrapped = apply_policy(model, MIXED)
     assert isinstance(wrapped, Net) and isinstance(wrapped.head, nnx.Linear)
+    assert wrapped.dtype == "my own"
     for name in ("__name__", "__qualname__", "__module__", "__doc__"):
         assert getattr(type(wrapped), name) == getattr(Net, name)
     printed = repr(wrapped)
@@ -169,7 +172,8 @@ def test_copies_keep_the_policies(remake):
 def test_new_policies_replace_the_old():
     model = Net(rngs())
     twice, once = apply_policy(apply_policy(model, "float16"), MIXED), apply_policy(model, MIXED)
-    assert nnx.graphdef(twice) == nnx.graphdef(once)
+    same = [nnx.graphdef(each) for each in (twice, once, apply_policy(model, PolicyMap(MIXED)))]
+    assert same[0] == same[1] == same[2] and len(set(map(hash, same))) == 1
     assert type(twice) is type(once)
     assert nnx.graphdef(once) != nnx.graphdef(apply_policy(model, "float16"))
 
@@ -636,26 +640,6 @@ def test_the_roots_output_dtype_and_that_of_a_part_called_alone():
     assert model.blocks[0].linear(x).dtype == jnp.bfloat16
 
 
-class Explicit(nnx.Module):
-    def __init__(self, rngs):
-        self.dtype = "my own"
-        self.free, self.chosen = (
-            nnx.Linear(3, 3, rngs=rngs),
-            nnx.Linear(3, 3, dtype=jnp.float16, rngs=rngs),
-        )
-        self.embed = nnx.Embed(4, 3, rngs=rngs)
-
-    def __call__(self, tokens):
-        with jax.numpy_dtype_promotion("standard"):
-            return self.chosen(self.free(self.embed(tokens)))
-
-
-def test_hard_coded_dtypes_are_overridden():
-    overriding = apply_policy(Explicit(rngs()), "p=f32,c=bf16,o=bf16")
-    assert operands(program(overriding, jnp.arange(3))) == {BF16}
-    assert overriding.embed.dtype == jnp.bfloat16 and overriding.dtype == "my own"
-
-
 @pytest.mark.parametrize(("matmul", "expected"), [("highest", "HIGHEST"), ("tf32", "HIGH")])
 def test_precision_of_float32_products_forward_and_backward(matmul, expected):
     policies = PolicyMap(Policy("f32", "f32", "f32"), [Rule("blocks/1/**", matmul=matmul)])
@@ -848,11 +832,6 @@ def test_a_required_rule_that_matches_nothing_names_the_nearest(rule, nearest):
 def test_what_is_no_nnx_model_is_refused(model, message):
     with pytest.raises(CompositionError, match=message):
         apply_policy(model, MIXED)
-
-
-def test_policies_that_no_module_can_follow_are_refused():
-    with pytest.raises(PolicyError, match="modules store and compute in 16 bits or more"):
-        apply_policy(Net(rngs()), "p=f8_e4m3fn,c=f32")
 
 
 def test_a_linen_module_in_a_bridge_gets_its_policies_before_it():
@@ -1218,20 +1197,6 @@ def test_no_cached_trace_outlives_its_policy(make, run):
     assert found == ["float32", "bfloat16", "float16", "float32"]
 
 
-def test_equal_policies_share_one_trace():
-    traces = []
-
-    @nnx.jit
-    def run(model, x):
-        traces.append(None)
-        return model(x)
-
-    model, x = Net(rngs()), floats(2, 3)
-    for policies in (MIXED, PolicyMap(MIXED), MIXED):
-        run(apply_policy(model, policies), x)
-    assert len(traces) == 1
-
-
 class RematMethod(Block):
     @nnx.remat
     def __call__(self, x):
@@ -1400,25 +1365,6 @@ def training(recipe, make=Normed):
     recipe = jaxmp.load_recipe(recipe)
     model = recipe.wrap(make(rngs()))
     return model, jaxmp.nnx.Optimizer(model, recipe.optimizer(optax.sgd(1e-2, momentum=0.9)))
-
-
-@EXPENSIVE
-@pytest.mark.parametrize("recipe", ["bf16", "fp16_params"])
-def test_a_cached_step_is_nnx_jit_step_for_step(recipe):
-    """Results are bit-identical, including batch statistics, dropout, masters and a skip."""
-    batches = [floats(4, 3), jnp.full((4, 3), jnp.inf), *[floats(4, 3) + i for i in range(3)]]
-    jitted, compiled = training(recipe), training(recipe)
-    reference = nnx.jit(train)
-    expected = [float(reference(*jitted, x)) for x in batches]
-    step = nnx.cached_partial(nnx.jit(train), *compiled)
-    losses = [float(step(x)) for x in batches]
-    np.testing.assert_array_equal(losses, expected)
-    assert np.isnan(losses[1]) and np.all(np.isfinite(losses[2:]))
-    assert int(compiled[1].step[...]) == len(batches) - jaxmp.get_skip_stats(compiled[1]).total
-    assert nnx.graphdef(compiled[0]) == nnx.graphdef(jitted[0])
-    for mine, theirs in zip(compiled, jitted, strict=True):
-        states = (nnx.state(node, nnx.Not(nnx.RngKey)) for node in (mine, theirs))
-        assert bits_of(next(states)) == bits_of(next(states))
 
 
 @pytest.mark.usefixtures("check_leaks")

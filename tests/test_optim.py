@@ -305,22 +305,6 @@ def test_sixteen_bit_gradients_reach_the_inner_transformation_in_fp32(around):
     assert set(seen) == {np.dtype("float32")}
 
 
-def hlo_ops(fn, *args):
-    text = jax.jit(fn).lower(*args).compile().as_text()
-    return len(re.findall(r"^\s+(?:ROOT )?%?[\w.-]+ = ", text, re.M))
-
-
-def test_auto_skip_is_the_small_program_when_compiling_for_cpu():
-    params = {f"w{i}": jnp.ones((8, 8)) for i in range(24)}
-
-    def program(**options):
-        tx = skip_nonfinite(relaxed(optax.adamw(1e-3)), **options)
-        return hlo_ops(lambda g, s: tx.update(g, s, params), params, tx.init(params))
-
-    guarded, unguarded = program(loss_scale=jaxmp.DynamicLossScale()), program(skip="none")
-    assert guarded <= 2.0 * unguarded
-
-
 def test_auto_skip_asks_for_the_compile_target():
     tx = skip_nonfinite(optax.sgd(0.1))
     state = tx.init(jnp.ones(2))
@@ -552,28 +536,6 @@ def test_state_around_the_guard_is_restored_on_a_skip():
     np.testing.assert_allclose(state.params["w"], 0.75)
     skipped = state.apply_gradients(grads={"w": jnp.array([1.0, jnp.nan])})
     assert all("loss_scale" in p or "stats" in p for p in changed(state, skipped))
-
-
-def test_flax_nnx_optimizer_holds_it():
-    model = nnx.Linear(3, 2, rngs=nnx.Rngs(0))
-    tx = mixed(optax.adamw(1e-1), policies=FP32)
-    optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
-
-    @nnx.jit
-    def step(model, optimizer, x):
-        scale = jaxmp.get_loss_scale(optimizer)
-        loss, grads = nnx.value_and_grad(lambda m: jnp.mean(m(x) ** 2))(model)
-        assert scale.scale_value.shape == ()
-        optimizer.update(model, grads)
-        return loss
-
-    losses = [float(step(model, optimizer, jnp.ones((4, 3)))) for _ in range(5)]
-    assert losses[-1] < losses[0]
-    before = np.asarray(model.kernel[...])
-    step(model, optimizer, jnp.full((4, 3), jnp.inf))
-    assert int(jaxmp.get_skip_stats(optimizer).total) == 1
-    assert float(jaxmp.get_loss_scale(optimizer).scale_value) == 2.0**15
-    np.testing.assert_array_equal(np.asarray(model.kernel[...]), before)
 
 
 # ---------------------------------------------------------------------------
