@@ -19,6 +19,7 @@ from jaxmp import PolicyMap, Rule, autocast, fp8, full_precision
 from jaxmp._programs._jaxprs import equations
 from jaxmp.errors import CompositionError
 from programs import operands
+from test_fp8_dot_general import casts
 
 E4M3, E5M2, BF16, F32 = "float8_e4m3fn", "float8_e5m2", "bfloat16", "float32"
 POLICY = "p=f32,c=bf16,o=f32,matmul=fp8"
@@ -143,11 +144,7 @@ def test_remat_keeps_the_rounded_operands():
         "kept": functools.partial(jax.checkpoint, policy=policy),
     }.items():
         grad = jax.grad(autocast(wrap(loss), POLICY), (0, 1))
-        counts[name] = sum(
-            equation.primitive.name == "convert_element_type"
-            and str(equation.params["new_dtype"]).startswith("float8")
-            for equation in equations(jax.make_jaxpr(grad)(W1, W2, X))
-        )
+        counts[name] = casts(grad, W1, W2, X)
     # Four operands and two gradients; recomputed, the operands again.
     assert counts == {"again": 10, "kept": 6}
 

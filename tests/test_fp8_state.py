@@ -6,7 +6,6 @@ import re
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from jax import lax
 from jax.sharding import AxisType, PartitionSpec
@@ -20,7 +19,6 @@ from jaxmp._programs._constructs import sub_jaxprs
 from jaxmp._programs._jaxprs import equations
 from jaxmp.errors import CompositionError
 from jaxmp.fp8._operands import partial_maxima
-from relaxed import relaxed
 from training_steps import new_state, state_step
 
 LINEAR = (((1,), (0,)), ((), ()))
@@ -436,33 +434,3 @@ def test_devices():
 # ---------------------------------------------------------------------------
 # In a train state
 # ---------------------------------------------------------------------------
-
-
-@pytest.mark.usefixtures("check_leaks")
-def test_a_train_state_carries_it():
-    """The state is not scaled, clipped or decayed, and restored on a skipped step."""
-    inner = optax.chain(optax.clip_by_global_norm(1e-3), relaxed(optax.adamw(1e-3, weight_decay=1)))
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        variables = {
-            "params": {"w": of_size(1, 16, 8)},
-            "_overwrite_with_gradient": {"layer": fp8.init_state(RECIPE)},
-        }
-        scale = jaxmp.DynamicLossScale(init_scale=16.0)
-        state = new_state(variables, "fp16", inner, loss_scale=scale)
-
-        def loss_fn(variables, x):
-            owned = variables["_overwrite_with_gradient"]["layer"]
-            w = variables["params"]["w"].astype(jnp.float16)
-            y = fp8.dot_general(RECIPE)(x.astype(jnp.float16), w, LINEAR, state=owned)
-            return jnp.mean(y.astype(jnp.float32) ** 2)
-
-        train_step = jax.jit(state_step(loss_fn))
-        after, _ = train_step(state, of_size(4, 8, 16))
-        skipped, loss = train_step(after, of_size(jnp.inf, 8, 16))
-        again, _ = train_step(skipped, of_size(2, 8, 16))
-    layer = lambda state: state.params["_overwrite_with_gradient"]["layer"]
-    assert layer(after)["input_amax_history"].tolist() == [4, 0, 0]
-    assert not np.isfinite(loss) and int(skipped.step) == int(after.step) == 1
-    jax.tree.map(np.testing.assert_array_equal, layer(skipped), layer(after))
-    assert layer(again)["input_amax_history"].tolist() == [2, 4, 0]
-    assert float(again.loss_scale.scale_value) < float(after.loss_scale.scale_value)
