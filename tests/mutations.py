@@ -526,7 +526,7 @@ test_loss_scale_presets.py::test_worked_traces
 the scale grows beyond its maximum
 -         return lax.clamp(float32(self.floor), scale, float32(self.ceiling))
 +         return lax.max(float32(self.floor), scale)
-test_loss_scale.py::test_the_ceiling
+test_loss_scale.py::test_the_traced_step_is_the_documented_one_bit_for_bit
 
 every overflow backs off, whatever the hysteresis
 - backs_off = ~finite & lax.le(hysteresis, int32(1)) if has_hysteresis else ~finite

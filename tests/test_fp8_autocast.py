@@ -362,11 +362,6 @@ def test_a_card_without_fp8_is_refused(card):
     assert reasons(autocast(loss, emulated), W1, W2, X) == ["", ""]
 
 
-def test_forward_mode_is_refused():
-    with pytest.raises(CompositionError, match=r"no derivative in forward mode.* Use jax\.grad"):
-        jax.jvp(autocast(jnp.matmul, POLICY), (X, W1), (X, W1))
-
-
 # ---------------------------------------------------------------------------
 # Compiled for a GPU
 # ---------------------------------------------------------------------------

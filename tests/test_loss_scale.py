@@ -488,17 +488,6 @@ def test_never_infinite():
     assert scales(loss_scale, [True]) == [2.0**126]
 
 
-def test_the_ceiling():
-    assert scales(DynamicLossScale(8, growth_interval=1, max_scale=20), [True] * 3) == [16, 20, 20]
-    assert scales(DynamicLossScale(2.0**24, growth_interval=1), [True]) == [2.0**24]
-
-
-def test_first_growth_delay_follows_the_start_and_each_overflow():
-    loss_scale = DynamicLossScale(8, growth_interval=1, first_growth_delay=2)
-    flags = [True, True, True, True, False, True, True, True]
-    assert scales(loss_scale, flags) == [8, 8, 16, 32, 16, 16, 16, 32]
-
-
 def test_a_count_beyond_a_shorter_interval_grows_at_once():
     long = DynamicLossScale(8, growth_interval=10)
     for _ in range(5):

@@ -799,7 +799,6 @@ def test_a_shared_parameter_in_two_storage_dtypes_is_refused_and_the_fix_works()
     ("rule", "nearest"),
     [
         (Rule("haed", "c=f32"), "nearest paths: 'head'"),
-        (Rule("blocks/9/linear", "c=f32"), "'blocks/0/linear'"),
         (Rule(module_type="Liner", compute_dtype="f32"), "nearest types: Linear"),
         (Rule("head:kernl", "p=bf16"), "nearest paths: 'head:kernel'"),
     ],
