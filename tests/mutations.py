@@ -2574,6 +2574,11 @@ plain loops train other groups of parameters outside of the guard
 +         is_group = False
 test_optim.py::test_wrappers_in_a_plain_loop_train_right_or_are_named
 
+plain loops may have momentum behind the guard
+- is_link and _keeps_or_hides(part)
++ i in fronts and _keeps_or_hides(part)
+test_optim.py::test_wrappers_in_a_plain_loop_train_right_or_are_named
+
 plain loops may have a transformation that hides overflows in front
 -     if fronts:
 +     if False:

@@ -432,6 +432,7 @@ OUTSIDE = {
     ),
     "apply_if_finite in front": (after(optax.apply_if_finite(optax.identity(), 3)), "raises", True),
     "trace": (after(optax.trace(0.9)), "raises", True),
+    "trace after": (lambda tx: optax.chain(tx, optax.trace(0.9)), "raises", True),
     "partition": (lambda tx: in_groups(tx, SGD), "raises", True),
     "masked": (
         lambda tx: optax.chain(

@@ -275,11 +275,14 @@ def _check_outside(node: PyTree) -> None:
     )
     for i, part in enumerate(parts):
         is_group = isinstance(part, optax.MaskedState) and bool(part.inner_state)
-        if i not in guards and (is_group or (i in fronts and _keeps_or_hides(part))):
+        # A part behind the guard that stores updates changes the parameters in skipped steps, too.
+        is_link = bool(guards) and _is_chain(node)
+        if i not in guards and (is_group or (is_link and _keeps_or_hides(part))):
             raise CompositionError(
                 f"{type(part).__name__} outside of the recipe's optimizer: in a loop that calls "
                 "tx.update, an overflow would be hidden from the loss scale, or remain in this "
-                f"state or its parameters. {fix}"
+                "state or its parameters, or a skipped step would change the parameters by this "
+                f"state. {fix}"
             )
     if fronts:
         message = (
@@ -290,7 +293,7 @@ def _check_outside(node: PyTree) -> None:
 
 
 def _keeps_or_hides(state: PyTree) -> bool:
-    """Returns True if a transformation stores gradients, or replaces those that are not finite."""
+    """Returns True for a transformation that stores gradients, or replaces those not finite."""
     arrays = [x for x in jax.tree.leaves(state) if _core.is_inexact(x) and x.ndim]
     return bool(arrays or find(state, (optax.ZeroNansState, optax.ApplyIfFiniteState)))
 
