@@ -273,6 +273,9 @@ def test_microbatches():
     assert amaxes(new) == pytest.approx({"input": 10, "kernel": 2, "output_grad": 40}, rel=1e-6)
     assert new["input_amax_history"][1] == 1 and new["age"] == 2 - 1
     assert new["input_amax"] == 1  # of the step before, in both
+    # Outside of jit, states are in float32.
+    new = jaxmp.grad(loss, loss_scale=4.0)(variables, x)["_overwrite_with_gradient"]
+    assert amaxes(new) == pytest.approx({"input": 10, "kernel": 2, "output_grad": 40}, rel=1e-6)
 
 
 def shared(product, state, w, xs):
