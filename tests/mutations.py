@@ -742,6 +742,17 @@ a loss that was scaled by hand counts as not scaled
 -         note_scaled(tree)
 test_hints.py::test_a_loss_that_is_scaled_by_hand_does_not_warn
 """,
+    "jaxmp/_gradients/_parts.py": r"""
+a parameter that devices share is a part of a weight
+- summed & _compat.varying_axes(x), params, axes)
++ summed, params, axes)
+test_gradients.py::test_a_scale_that_devices_share_is_no_part_although_its_rows_are_gathered
+
+a product is a part of a weight where JAX does not track devices
+- _SummedAxes(_MOVES).run
++ _SummedAxes(_MOVES | _PRODUCTS).run
+test_gradients.py::test_a_scale_that_devices_share_is_no_part_although_its_rows_are_gathered
+""",
     "jaxmp/_gradients/_value_and_grad.py": r"""
 labels in another argument than the inputs are not split, without an error
 -     if is_batch and batch == [1]:

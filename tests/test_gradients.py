@@ -537,6 +537,21 @@ def test_gradients_of_gathered_parts_are_sums_over_devices_already(getkey, micro
     assert_trees_close(result, jax.value_and_grad(loss_fn)(params, batch), rtol=2e-6, atol=1e-7)
 
 
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_a_scale_that_devices_share_is_no_part_although_its_rows_are_gathered(getkey, check_vma):
+    x, scale = jax.random.normal(getkey(), (8, 16)), jnp.linspace(1.0, 2.0, 64).reshape(4, 16)
+    mesh = Mesh(np.array(jax.devices()[:2]), ("d",), axis_types=(AxisType.Auto,))
+
+    def fn(scale, x):
+        return jnp.sum(jnp.tanh(jax.lax.all_gather(x * scale, "d", tiled=True)) ** 2)
+
+    run = jaxmp.grad(fn, axis_name="d")
+    options = {"in_specs": (P(), P("d")), "out_specs": P(), "check_vma": check_vma}
+    found = jax.jit(jax.shard_map(run, mesh=mesh, **options))(scale, x)
+    expected = jax.grad(lambda scale: jnp.sum(jnp.tanh(x * jnp.tile(scale, (2, 1))) ** 2))(scale)
+    np.testing.assert_allclose(found, expected, rtol=2e-6, atol=1e-7)
+
+
 def test_a_function_without_parameters_has_a_loss_and_no_gradients():
     loss, grads = jaxmp.value_and_grad(lambda params, x: x.sum(), loss_scale=8.0)({}, jnp.ones(3))
     assert loss == 3 and grads == {}

@@ -116,7 +116,7 @@ def differentiate(
     cotangent, _ = _cotangent_and_unscale(loss, options)
     cotangent = _compat.vary(cotangent, _compat.varying_axes(loss))
     if options.axes:
-        options.parts[:] = summed_axes(backward, cotangent)
+        options.parts[:] = summed_axes(backward, cotangent, options.before)
     grads = backward(cotangent)
     return Sums(loss, weight, grads), aux
 

@@ -11,7 +11,8 @@ from jaxmp import _core, _programs
 from jaxmp._core import PyTree, _compat
 from jaxmp._programs import Frame
 
-_MOVES = _programs.EXACT | _core.named("add_any mul div")
+_MOVES = _programs.EXACT | _core.named("add_any")
+_PRODUCTS = _core.named("mul div")
 
 
 class _SummedAxes(_programs.Forward):
@@ -19,18 +20,24 @@ class _SummedAxes(_programs.Forward):
 
     nothing = frozenset[Any]()
 
+    def __init__(self, through: frozenset[str]) -> None:
+        super().__init__()
+        self.through = through
+
     def join(self, first: frozenset[Any], second: frozenset[Any]) -> frozenset[Any]:
         return first | second
 
     def equation(self, equation: _compat.JaxprEqn, operands: list[Any], frame: Frame) -> list[Any]:
         name = equation.primitive.name
-        if name not in _MOVES:
+        if name not in self.through:
             return self.enter(equation, operands, frame)
         axes = _programs.mesh_axes_of(equation) if name == "reduce_scatter" else ()
         return [frozenset(axes).union(*operands)] * len(equation.outvars)
 
 
-def summed_axes(backward: Callable[[jax.Array], PyTree], cotangent: jax.Array) -> list[PyTree]:
+def summed_axes(
+    backward: Callable[[jax.Array], PyTree], cotangent: jax.Array, params: PyTree
+) -> list[PyTree]:
     """Returns a tree with the mesh axes over which each gradient is a sum already; [] for none.
 
     In FSDP by hand, each device has another part of a weight, and `jax.lax.all_gather` is
@@ -39,6 +46,9 @@ def summed_axes(backward: Callable[[jax.Array], PyTree], cotangent: jax.Array) -
     Args:
       backward: the result of `jax.vjp`.
       cotangent: of the loss.
+      params: the differentiated arguments of the call. A parameter that all devices share is not a
+        part of a weight, although activations that it scales may be gathered. If JAX does not track
+        over which axes arrays vary, only a weight that is gathered as it is counts as one.
     """
     forward = getattr(backward, "jaxpr", None)
     names = () if forward is None else _programs.primitives(forward)
@@ -47,4 +57,7 @@ def summed_axes(backward: Callable[[jax.Array], PyTree], cotangent: jax.Array) -
         return []
     traced = _programs.trace(backward, (cotangent,), {})
     arguments = [frozenset[Any]()] * len(traced.closed.jaxpr.invars)
-    return [traced.results(_SummedAxes().run(traced.closed, arguments))]
+    if _compat.is_in_unchecked_shard_map():
+        return [traced.results(_SummedAxes(_MOVES).run(traced.closed, arguments))]
+    axes = traced.results(_SummedAxes(_MOVES | _PRODUCTS).run(traced.closed, arguments))
+    return [jax.tree.map(lambda x, summed: summed & _compat.varying_axes(x), params, axes)]
