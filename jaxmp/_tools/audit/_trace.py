@@ -110,9 +110,10 @@ class Traced:
         for path, node in nodes:
             if has_method(node) and leaf.path[: len(path)] == path:
                 name = self.text_of(path[1:])
-                # The loss scale of Flax is a state of its own.
-                first = f"{name}, is_finite, " if node is leaf.owner else ""
-                return f"{first}loss, grads = {name}.value_and_grad(loss_fn)(batch)"
+                call = f"loss, grads = {name}.value_and_grad(loss_fn)"
+                # The loss scale of Flax has no parameters, and returns the next one.
+                is_of_flax = node is leaf.owner
+                return f"{name}, is_finite, {call}(params)" if is_of_flax else f"{call}(batch)"
         scale = f"jaxmp.get_loss_scale({self.text_of(leaf.path[1:2])})"
         return f"loss, grads = jaxmp.value_and_grad(loss_fn, loss_scale={scale})(params)"
 
