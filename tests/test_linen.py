@@ -11,7 +11,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 
 import jaxmp
 from arrays import floats
@@ -763,21 +762,6 @@ def test_rules_are_judged_at_every_init_of_a_jitted_model():
 # ---------------------------------------------------------------------------
 # Errors
 # ---------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        (MLP, r"the class MLP instead of a model.*recipe\.wrap\(MLP\(\.\.\.\)"),
-        (jnp.sin, r"jaxmp\.autocast\("),
-        (3, r"builtins\.int is not a flax\.linen\.Module"),
-        (nnx.Linear(2, 2, rngs=nnx.Rngs(0)), r"Use recipe\.wrap"),
-    ],
-    ids=["class", "function", "int", "nnx"],
-)
-def test_what_is_no_linen_model_is_refused(given, message):
-    with pytest.raises(CompositionError, match=message):
-        apply_policy(given, MIXED)
 
 
 @EXPENSIVE

@@ -817,22 +817,6 @@ def test_a_required_rule_that_matches_nothing_names_the_nearest(rule, nearest):
     }
 
 
-@pytest.mark.parametrize(
-    ("model", "message"),
-    [
-        (nn.Dense(3), r"Use recipe.wrap\(model\)"),
-        (nnx.Linear, r"the class Linear instead of a model. Pass an instance"),
-        (nn.Dense, r"Use recipe.wrap\(model\)"),
-        (lambda x: x, r"not a flax.nnx.Module. .* jaxmp.autocast\(fn, recipe\)"),
-        (None, "not a flax.nnx.Module. Pass a"),
-    ],
-    ids=["linen", "class", "linen_class", "function", "none"],
-)
-def test_what_is_no_nnx_model_is_refused(model, message):
-    with pytest.raises(CompositionError, match=message):
-        apply_policy(model, MIXED)
-
-
 def test_a_linen_module_in_a_bridge_gets_its_policies_before_it():
     x = floats(2, 3)
     plain = nnx.bridge.ToNNX(nn.Dense(4), rngs=rngs()).lazy_init(x)

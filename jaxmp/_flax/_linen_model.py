@@ -25,7 +25,7 @@ from jaxmp._flax._layer_table import author_class
 from jaxmp._flax._linen_fields import LINEN_LAYERS, author_fields
 from jaxmp._flax._missing_precision import low_precision_share
 from jaxmp._flax._search import ModelSearch, copied_arguments
-from jaxmp._flax._shardings import check_model, constrain_variables
+from jaxmp._flax._shardings import constrain_variables
 from jaxmp._policies import _device, _load, _required
 from jaxmp.errors import CompositionError, RecipeWarning
 
@@ -46,15 +46,14 @@ def apply_policy(model: M, recipe: _load.RecipeLike, *, shardings: PyTree = None
       shardings: as in `Recipe.wrap`.
 
     Raises:
-      CompositionError: if `model` is not an unbound Linen module; from `apply`, if it contains an
-        NNX module without policies.
+      CompositionError: if `model` is bound; from `apply`, if it contains an NNX module without
+        policies.
       JaxmpError: if the shardings are on different meshes; from `apply`, if `shardings` contains a
         path that is not that of a parameter, or lacks one of a parameter without metadata; if a
         sharding has more dimensions than its parameter, does not split it evenly, or is on another
         mesh.
       PolicyError: if a policy is not valid, or names a float8 dtype.
     """
-    check_model(model, nn.Module)
     _check_unbound(model)
     policies = _load.as_policy_map(recipe)
     _required.check_module_dtypes(policies)
@@ -85,7 +84,6 @@ def explain_model(
       RuleError: if a required rule matches nothing.
       AttentionError: if a mask contradicts its declaration.
     """
-    check_model(model, nn.Module)
     policies, outputs = _load.as_policy_map(recipe), {}
     paths = _linen_interceptor.module_paths(model, args, kwargs, None, outputs)
     _required.check_required(policies, paths)

@@ -20,7 +20,7 @@ from jaxmp._flax._missing_precision import low_precision_share
 from jaxmp._flax._nnx_cast_on_read import bound_of, is_member
 from jaxmp._flax._nnx_layers import NNX_LAYERS
 from jaxmp._flax._nnx_subclass import bind, unbind
-from jaxmp._flax._shardings import SPEC, check_model
+from jaxmp._flax._shardings import SPEC
 from jaxmp._policies import _load, _required
 from jaxmp._policies._resolve import ResolvedPolicy, resolve_policy, storage_dtype
 from jaxmp.errors import CompositionError, RecipeWarning, RuleError
@@ -147,8 +147,8 @@ def apply_policy(model: M, recipe: _load.RecipeLike, *, shardings: PyTree = None
       A model whose modules are instances of subclasses of their classes.
 
     Raises:
-      CompositionError: if `model` is not an NNX module, or contains a Linen module without policies
-        or an `nnx.bridge.Module`, which creates its layers while it runs.
+      CompositionError: if `model` contains a Linen module without policies, or an
+        `nnx.bridge.Module`, which creates its layers while it runs.
       JaxmpError: if `shardings` contains a path that is not that of a Variable of the model, or
         lacks one of a parameter without metadata; if a sharding has more dimensions than its
         parameter, does not split it evenly, or is on another mesh.
@@ -156,7 +156,6 @@ def apply_policy(model: M, recipe: _load.RecipeLike, *, shardings: PyTree = None
       RuleError: if a required rule matches nothing, or the paths of a shared module have different
         policies.
     """
-    check_model(model, nnx.Module)
     policies = _load.as_policy_map(recipe)
     _required.check_module_dtypes(policies)
     by_path = {} if shardings is None else _core.shardings_by_path(shardings, "shardings")
@@ -195,7 +194,6 @@ def explain_model(
       RuleError: if a required rule matches nothing.
       AttentionError: if a mask contradicts its declaration.
     """
-    check_model(model, nnx.Module)
     policies, entries = _load.as_policy_map(recipe), find_modules(model)
     paths = paths_of(entries)
     _required.check_required(policies, paths)
