@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 import jaxmp
 from arrays import floats
@@ -337,6 +338,7 @@ def test_only_floating_arrays_are_cast():
         "none": None,
         "function": jnp.sin,
         "layer": nn.Dense(2, dtype=jnp.float32),
+        "nnx": nnx.Rngs(0),
     }
     out = apply_policy(Model(), BF16).apply({}, **given)
     cast = {"f32", "f16", "numpy"}

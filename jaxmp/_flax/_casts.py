@@ -6,11 +6,12 @@ import dataclasses
 import functools
 import weakref
 from collections.abc import Callable
-from typing import Any, TypeAlias
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 
 from jaxmp import _core
 from jaxmp._core import Array, DTypeLike, PyTree
@@ -169,14 +170,17 @@ def resolve_module(
 # ---------------------------------------------------------------------------
 
 ARRAYS = (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct)
-IsLeaf: TypeAlias = Callable[[Any], bool] | None
+# Objects of NNX, and the parts into which they are split.
+_OPAQUE = (nnx.Pytree, nnx.Variable, nnx.State, nnx.GraphDef)
+
+
+def is_opaque(value: object) -> bool:
+    """Returns True for pytrees that are not cast, because the function may write to them."""
+    return isinstance(value, _OPAQUE)
 
 
 def cast_tree(
-    tree: PyTree,
-    dtype: DTypeLike,
-    is_leaf: IsLeaf = None,
-    cast_leaf: Callable[[Any, Any], Any] = _core.saturating_cast,
+    tree: PyTree, dtype: DTypeLike, cast_leaf: Callable[[Any, Any], Any] = _core.saturating_cast
 ) -> PyTree:
     """Casts the floating arrays of arguments or results; finite values stay finite.
 
@@ -189,7 +193,7 @@ def cast_tree(
         leaf = _core.canonical(leaf) if leaf.dtype == _core.FLOAT64 else leaf
         return cast_leaf(leaf, dtype) if _core.is_castable(leaf) else leaf
 
-    return jax.tree.map(cast_array, tree, is_leaf=is_leaf)
+    return jax.tree.map(cast_array, tree, is_leaf=is_opaque)
 
 
 _COMPLEX = frozenset(map(np.dtype, ("complex64", "complex128")))
@@ -200,13 +204,13 @@ def is_complex(dtype: DTypeLike | None) -> bool:
     return dtype is not None and np.dtype(dtype) in _COMPLEX
 
 
-def keeps_dtype(operands: PyTree, is_leaf: IsLeaf = None) -> bool:
+def keeps_dtype(operands: PyTree) -> bool:
     """Returns True if a Flax layer with these operands computes in its author's dtype.
 
     The dtype of its policy would drop an imaginary part, or the precision of float64.
     """
     uncast = _COMPLEX | {_core.FLOAT64}
-    leaves = jax.tree.leaves(operands, is_leaf=is_leaf)
+    leaves = jax.tree.leaves(operands, is_leaf=is_opaque)
     return any(
         isinstance(leaf, ARRAYS) and _core.canonical(leaf).dtype in uncast for leaf in leaves
     )
@@ -231,10 +235,7 @@ def cast_like(tree: PyTree, like: PyTree) -> PyTree:
 
 
 def cast_outputs(
-    module_policy: ModulePolicy,
-    out: PyTree,
-    is_leaf: IsLeaf = None,
-    unrounded: frozenset[int] = frozenset(),
+    module_policy: ModulePolicy, out: PyTree, unrounded: frozenset[int] = frozenset()
 ) -> PyTree:
     """Casts the results of a module to its output dtype, except arrays with `unrounded` ids.
 
@@ -258,12 +259,10 @@ def cast_outputs(
         # The result of a narrow layer, which modules pass on.
         return leaf if _core.is_weak_float32(leaf) else cast_array(leaf, dtype)
 
-    return cast_tree(out, dtype, is_leaf, cast_leaf)
+    return cast_tree(out, dtype, cast_leaf)
 
 
-def widen_outputs(
-    module_policy: ModulePolicy, out: PyTree, incoming: PyTree, is_leaf: IsLeaf = None
-) -> PyTree:
+def widen_outputs(module_policy: ModulePolicy, out: PyTree, incoming: PyTree) -> PyTree:
     """Casts 16-bit results of a method that is not a forward pass to a wider output dtype.
 
     Results with the shape and dtype of an argument, such as a cache in 16 bits, are not cast.
@@ -272,9 +271,8 @@ def widen_outputs(
       module_policy: of the module.
       out: result of the method.
       incoming: its arguments.
-      is_leaf: as in `jax.tree.map`.
     """
-    arguments = jax.tree.leaves(incoming, is_leaf=is_leaf)
+    arguments = jax.tree.leaves(incoming, is_leaf=is_opaque)
     known = {(leaf.shape, leaf.dtype) for leaf in arguments if isinstance(leaf, ARRAYS)}
     resolved = module_policy.resolved
 
@@ -285,7 +283,7 @@ def widen_outputs(
             return leaf
         return _core.cast(leaf, dtype)
 
-    return cast_tree(out, resolved.output_dtype, is_leaf, widen)
+    return cast_tree(out, resolved.output_dtype, widen)
 
 
 def written_back(value: Array, read: Array, stored: Array) -> Array:

@@ -14,7 +14,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jaxmp import _core, _programs
 from jaxmp._core import PyTree, _compat
-from jaxmp._flax._casts import IsLeaf, ModulePolicy
+from jaxmp._flax._casts import ModulePolicy, is_opaque
 from jaxmp._programs import Form, Frame
 
 
@@ -65,15 +65,16 @@ def label_owner(path: str, method: str, kind: str) -> str:
     return f"{PREFIX}{path}.{method} {kind} "
 
 
-def labeled(owner: str, tree: PyTree, is_leaf: IsLeaf) -> PyTree:
+def labeled(owner: str, tree: PyTree) -> PyTree:
     """Labels the floating arrays of arguments or results while a model is searched.
 
     Args:
       owner: from `label_owner`.
       tree: the arguments or results.
-      is_leaf: as in `jax.tree.map`.
     """
-    leaves, structure = jax.tree.flatten(tree, is_leaf=is_leaf)
+    if labeling() is None:
+        return tree
+    leaves, structure = jax.tree.flatten(tree, is_leaf=is_opaque)
     is_floating = lambda x: isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jnp.floating)
     return structure.unflatten(
         checkpoint_name(leaf, f"{owner}{n}") if is_floating(leaf) else leaf
@@ -81,12 +82,12 @@ def labeled(owner: str, tree: PyTree, is_leaf: IsLeaf) -> PyTree:
     )
 
 
-def unrounded(owner: str, tree: PyTree, is_leaf: IsLeaf) -> frozenset[int]:
+def unrounded(owner: str, tree: PyTree) -> frozenset[int]:
     """Returns the ids of the arrays that are not rounded; arguments as in `labeled`."""
     decisions: Any = _compat.current_context().decisions
     if not decisions or isinstance(decisions, Labeling):
         return frozenset()
-    leaves = enumerate(jax.tree.leaves(tree, is_leaf=is_leaf))
+    leaves = enumerate(jax.tree.leaves(tree, is_leaf=is_opaque))
     return frozenset(id(leaf) for n, leaf in leaves if f"{owner}{n}" in decisions)
 
 

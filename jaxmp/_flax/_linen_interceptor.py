@@ -165,14 +165,6 @@ def _check_mixins(cls: type, path: Path, module_policy: ModulePolicy) -> None:
 # ---------------------------------------------------------------------------
 
 
-class LinenCall(MethodCall):
-    """Call of a method of a bound Linen module."""
-
-    def own_params(self) -> list[Any]:
-        values = _params(self.module).values()
-        return jax.tree.leaves([value for value in values if not isinstance(value, Mapping)])
-
-
 def intercept(
     root: Root,
     call: Callable[..., Any],
@@ -208,7 +200,9 @@ def intercept(
     if is_primal and any(_compat.trace_of(leaf) for leaf in jax.tree.leaves(args)):
         text = f"A gradient of this call of {module.name!r} would run the {LATE}"
         _core.warn_user(text)
-    under_policy = LinenCall(module, module_policy, method, keeps_dtype, is_function, lifted)
+    under_policy = MethodCall(
+        module, module_policy, method, _own_params, keeps_dtype, is_function, lifted
+    )
     return under_policy.run(method_under_policy(under_policy, call), (args, kwargs))
 
 
@@ -224,6 +218,11 @@ def _keeps_dtype(module: Any, module_policy: ModulePolicy, operands: PyTree) -> 
 
 def _params(module: Any) -> Mapping[str, PyTree]:
     return module.scope.variables().get(_core.PARAMS, {})
+
+
+def _own_params(module: Any) -> list[Any]:
+    own = (value for value in _params(module).values() if not isinstance(value, Mapping))
+    return jax.tree.leaves(list(own))
 
 
 # ---------------------------------------------------------------------------

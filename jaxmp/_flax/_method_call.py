@@ -16,7 +16,7 @@ import itertools
 import re
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any, ClassVar, TypeAlias
+from typing import Any, TypeAlias
 
 import jax
 
@@ -51,10 +51,11 @@ Originals: TypeAlias = dict[int, tuple[Array, Array]]
 
 @dataclasses.dataclass(eq=False)
 class MethodCall:
-    """Call of a method of a module; the subclasses are those of Linen and NNX.
+    """Call of a method of a module of Linen or NNX.
 
     Attributes:
       module, module_policy, method: the module, its policy, and the name of the method.
+      own_params: returns the parameters of a module without those of its submodules.
       keeps_dtype: the operands require the dtype that the author of the model chose.
       is_function: a transformation of Linen calls a function with the module.
       lifted: the transformation of Linen whose body is called, such as "scan(block)".
@@ -65,23 +66,17 @@ class MethodCall:
     module: Any
     module_policy: _casts.ModulePolicy
     method: str
+    own_params: Callable[[Any], list[Any]]
     keeps_dtype: bool = False
     is_function: bool = False
     lifted: str = ""
     caller: MethodCall | None = dataclasses.field(init=False)
     originals: Originals = dataclasses.field(init=False, default_factory=dict)
 
-    # Returns True for values that are not pytrees of arrays; None if there are none.
-    is_leaf: ClassVar[_casts.IsLeaf] = None
-
     def __post_init__(self) -> None:
         caller = next((call for call in reversed(running()) if not call.is_function), None)
         is_own = caller is not None and caller.module_policy is self.module_policy
         self.caller = caller if is_own else None
-
-    def own_params(self) -> list[Any]:
-        """Returns the parameters of the module without those of its submodules."""
-        raise NotImplementedError
 
     @functools.cached_property
     def boundary(self) -> Boundary:
@@ -122,7 +117,7 @@ class MethodCall:
                 explain_mismatch(error, module_policy, "" if self.is_forward else self.method)
                 raise
             if _explain.is_recording() and self.at_boundary:
-                _missing_precision.note_weights(module_policy, self.own_params)
+                _missing_precision.note_weights(module_policy, self.own_params(self.module))
         return self._cast_beside_carry(incoming, out)
 
     @contextlib.contextmanager
@@ -147,13 +142,11 @@ class MethodCall:
         that an enclosing module cast are replaced by their originals first, if this module computes
         in more than 16 bits or lists them in `keep_inputs`.
         """
-        module_policy, is_leaf = self.module_policy, self.is_leaf
+        module_policy = self.module_policy
         method = module_policy.method(self.method)
         owner = _labels.label_owner(module_policy.resolved.path, self.method, _labels.ARGUMENT)
-        unrounded = _labels.unrounded(owner, incoming, is_leaf)
-        if _labels.labeling():
-            incoming = _labels.labeled(owner, incoming, is_leaf)
-        args, kwargs = incoming
+        unrounded = _labels.unrounded(owner, incoming)
+        args, kwargs = _labels.labeled(owner, incoming)
         is_noted = _core.is_16bit(module_policy.input_dtype)
 
         def cast_leaf(leaf: Any, dtype: DTypeLike) -> Any:
@@ -168,10 +161,10 @@ class MethodCall:
 
         def cast_argument(key: int | str, value: PyTree) -> PyTree:
             if module_policy.is_wide or key in method.kept:
-                value = jax.tree.map(_original, value, is_leaf=is_leaf)
+                value = jax.tree.map(_original, value, is_leaf=_casts.is_opaque)
             if key in method.kept or key in method.carried:
                 return value
-            return _casts.cast_tree(value, module_policy.input_dtype, is_leaf, cast_leaf)
+            return _casts.cast_tree(value, module_policy.input_dtype, cast_leaf)
 
         cast_args = tuple(map(cast_argument, itertools.count(), args))
         return cast_args, {name: cast_argument(name, value) for name, value in kwargs.items()}
@@ -203,13 +196,12 @@ class MethodCall:
         module_policy = self.module_policy
         if self.boundary is Boundary.OUTER:
             owner = _labels.label_owner(module_policy.resolved.path, self.method, _labels.RESULT)
-            unrounded = _labels.unrounded(owner, out, self.is_leaf)
-            out = _casts.cast_outputs(module_policy, out, self.is_leaf, unrounded)
-            return _labels.labeled(owner, out, self.is_leaf) if _labels.labeling() else out
+            unrounded = _labels.unrounded(owner, out)
+            return _labels.labeled(owner, _casts.cast_outputs(module_policy, out, unrounded))
         if self.boundary is Boundary.AUTHOR and module_policy.resolved.casts_output:
-            return _casts.cast_outputs(module_policy, out, self.is_leaf)
+            return _casts.cast_outputs(module_policy, out)
         if self.boundary is Boundary.METHOD:
-            return _casts.widen_outputs(module_policy, out, incoming, self.is_leaf)
+            return _casts.widen_outputs(module_policy, out, incoming)
         return out
 
 

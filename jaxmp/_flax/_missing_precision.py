@@ -6,7 +6,7 @@ import dataclasses
 import os
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
@@ -108,20 +108,20 @@ def low_share(cls: type, closed: _compat.ClosedJaxpr, count: int, labeling: Labe
     return f"{share:.0%} of the matmul FLOPs of {cls.__name__} run in 16 bits or fewer. {reason}"
 
 
-def note_weights(module_policy: ModulePolicy, own: Callable[[], Iterable[Any]]) -> None:
-    """Records a module with a policy for FP8 and weights, `own()`, that no FP8 dot multiplies."""
+def note_weights(module_policy: ModulePolicy, own: list[Any]) -> None:
+    """Records a module with a policy for FP8 and weights, `own`, that no FP8 dot multiplies."""
     traits, cls, path = module_policy.traits, module_policy.cls, module_policy.resolved.path
     if module_policy.policy.matmul != "fp8":
         return
     if module_policy.resolved.scaling is None:
-        kernel = next(array for array in own() if array.ndim > 1)
+        kernel = next(array for array in own if array.ndim > 1)
         _explain.note_decision(path, kernel.shape[::-1] if traits.embedding else kernel.shape)
         return
     has_fp8 = getattr(traits.dot, "fp8", None) is not None
     # A layer of Flax that is wrapped alone is a part of a model.
     is_part = not path and cls.__module__.startswith("flax.")
-    has_matrix = lambda: any(getattr(array, "ndim", 0) > 1 for array in own())
-    if not (has_fp8 or is_part or traits.is_norm or traits.embedding) and has_matrix():
+    has_matrix = any(getattr(array, "ndim", 0) > 1 for array in own)
+    if has_matrix and not (has_fp8 or is_part or traits.is_norm or traits.embedding):
         why = "FP8 has no convolutions" if traits.dot is CONV else f"{cls.__name__} {_NO_DOT}"
         _explain.note_unsupported(path, why)
 

@@ -18,7 +18,7 @@ from flax.nnx.nn.dtypes import promote_dtype
 from jaxmp import _core
 from jaxmp._core import DTypeLike, Path, PyTree, _compat
 from jaxmp._flax import _labels, _search
-from jaxmp._flax._casts import ModulePolicy, is_complex, keeps_dtype
+from jaxmp._flax._casts import ModulePolicy, is_complex, is_opaque, keeps_dtype
 from jaxmp._flax._layer_table import is_flax, layer_changes
 from jaxmp._flax._method_call import CallArguments, Method, MethodCall, running
 from jaxmp._flax._nnx_cast_on_read import (
@@ -208,22 +208,9 @@ def _changes(module: nnx.Module, module_policy: ModulePolicy) -> dict[str, Any]:
 # ---------------------------------------------------------------------------
 
 
-# Modules, and the parts into which they are split, are pytrees that must not be cast.
-_OPAQUE = (nnx.Pytree, nnx.Variable, nnx.State, nnx.GraphDef)
-
-
-def _is_opaque(value: object) -> bool:
-    return isinstance(value, _OPAQUE)
-
-
-class NNXCall(MethodCall):
-    """Call of a method of a wrapped NNX module."""
-
-    is_leaf = staticmethod(_is_opaque)
-
-    def own_params(self) -> list[Any]:
-        own = (value for value in vars(self.module).values() if isinstance(value, nnx.Param))
-        return [value.get_raw_value() for value in own]
+def _own_params(module: nnx.Module) -> list[Any]:
+    own = (value for value in vars(module).values() if isinstance(value, nnx.Param))
+    return [value.get_raw_value() for value in own]
 
 
 def call_method(
@@ -238,11 +225,11 @@ def call_method(
       call: the method, bound to the module.
       incoming: its arguments.
     """
-    if bound.is_decision or NNXCall in map(type, running()):
+    if bound.is_decision or any(isinstance(call.module, nnx.Module) for call in running()):
         return _call(bound, module, name, call, incoming)
     # Before the model is searched: in that trace no warning is shown.
-    leaves = functools.partial(jax.tree.leaves, incoming, is_leaf=_is_opaque)
-    inputs = lambda: (nnx.state(module, nnx.Param), [x for x in leaves() if not _is_opaque(x)])
+    leaves = functools.partial(jax.tree.leaves, incoming, is_leaf=is_opaque)
+    inputs = lambda: (nnx.state(module, nnx.Param), [x for x in leaves() if not is_opaque(x)])
     _device.check_training(bound.policies, inputs, bound.mark)
     key = bound.cls, bound.policies, bound.path
     prepare = functools.partial(_separated, module, name, incoming)
@@ -272,7 +259,7 @@ def _call(
     bound: Bound, module: nnx.Module, name: str, call: Method, incoming: CallArguments
 ) -> PyTree:
     """Calls a method as `call_method` does, when the results of layers are known."""
-    under_policy = NNXCall(module, bound.module_policy, name)
+    under_policy = MethodCall(module, bound.module_policy, name, _own_params)
     if under_policy.caller is None:
         # Modules may have been added to a Python list or dict.
         containers = (item for item in vars(module).items() if type(item[1]) in (list, dict))
@@ -280,7 +267,7 @@ def _call(
             _warn_of_unwrapped(bound, attribute, value)
     if under_policy.at_boundary:
         is_decision = _labels.is_decision(bound.module_policy, name)
-        if _keeps_dtype(bound, under_policy, incoming):
+        if _keeps_dtype(bound, module, incoming):
             under_policy = dataclasses.replace(under_policy, keeps_dtype=True)
             call = functools.partial(_call_copy, _author_copy(bound, module), module, name)
         elif is_decision and not bound.is_decision:
@@ -334,15 +321,15 @@ def _warn_of_unwrapped(bound: Bound, name: str, value: PyTree) -> None:
             return
 
 
-def _keeps_dtype(bound: Bound, under_policy: NNXCall, operands: PyTree) -> bool:
+def _keeps_dtype(bound: Bound, module: nnx.Module, operands: PyTree) -> bool:
     """Returns True if a Flax layer, or an enclosing one, computes in its author's dtype."""
     if running() and running()[-1].keeps_dtype:
         return True
     name = bound.module_policy.traits.dtype
     if not name:
         return False
-    author = dict(bound.author).get(name, vars(under_policy.module).get(name))
-    return is_complex(author) or keeps_dtype((under_policy.own_params(), operands), _is_opaque)
+    author = dict(bound.author).get(name, vars(module).get(name))
+    return is_complex(author) or keeps_dtype((_own_params(module), operands))
 
 
 def _author_copy(bound: Bound, module: nnx.Module) -> nnx.Module:
@@ -396,7 +383,7 @@ def _wide_attend(module: Any, wide: np.dtype) -> Callable[..., jax.Array]:
 
 
 @contextlib.contextmanager
-def _scope(bound: Bound, under_policy: NNXCall) -> Iterator[None]:
+def _scope(bound: Bound, under_policy: MethodCall) -> Iterator[None]:
     """Runs one method under its name scope, and a forward pass under its policies."""
     is_active = _compat.current_context().policies == bound.policies
     policies = _compat.context(policies=bound.policies)
