@@ -109,30 +109,15 @@ def dot_product_attention(
     "blockwise" define a gradient and support no forward-mode derivative; "xla" supports all.
     Sources: FlashAttention-2, arXiv:2307.08691; grouped queries, arXiv:2305.13245.
     """
-    query_array = jnp.asarray(query)
-    implementation = check_implementation(implementation)
-    args = arguments(
-        query_array,
-        key,
-        value,
-        bias,
-        mask,
-        is_causal=is_causal,
-        scale=scale,
-        query_seq_lengths=query_seq_lengths,
-        key_value_seq_lengths=key_value_seq_lengths,
-        local_window_size=local_window_size,
-        dropout_rate=dropout_rate,
-        dropout_rng=dropout_rng,
-        policy=policy,
-        # With a policy, or on the matrix units of GPUs and TPUs, all matmuls use the compute dtype.
-        wide_gradients=policy is None and _compat.target() == "cpu",
-        return_residual=return_residual,
-    )
+    query = jnp.asarray(query)
+    call = locals()
+    implementation = check_implementation(call.pop("implementation"))
+    # With a policy, or on the matrix units of GPUs and TPUs, all matmuls use the compute dtype.
+    args = arguments(**call, wide_gradients=policy is None and _compat.target() == "cpu")
     result = run_attention(args, implementation)
     out, residual = result if args.settings.residual else (result, None)
     dtype = args.query.dtype if policy is None else _policy.get_policy(policy).output_dtype
-    leading = query_array.shape[:-1]
+    leading = query.shape[:-1]
     out = out.reshape(*leading, out.shape[-1]).astype(dtype)
     return out if residual is None else (out, residual.reshape(leading).astype(dtype))
 

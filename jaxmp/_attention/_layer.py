@@ -81,10 +81,9 @@ class AttentionFunction:
         if module is not None:
             # In NNX, this is the name of `nnx.Intermediate`.
             sow = functools.partial(module.sow, "intermediates", "attention_weights")
-        is_dropped = bool(dropout_rate) and not deterministic
         dropout = {
             "dropout_rate": 0.0 if deterministic else dropout_rate,
-            "dropout_rng": dropout_rng if is_dropped else None,
+            "dropout_rng": dropout_rng,
             "broadcast_dropout": broadcast_dropout,
         }
         weights = {
@@ -93,12 +92,12 @@ class AttentionFunction:
             "qk_einsum": qk_attn_weights_einsum,
             "value_einsum": attn_weights_value_einsum,
         }
+        operands: Any = query, key, value
         if promote_dtype is None:
-            dtype = dtype or jnp.result_type(query, key, value)
-            arrays = (query, key, value)
-            operands: Any = tuple(jnp.asarray(array, dtype) for array in arrays)
+            dtype = dtype or jnp.result_type(*operands)
+            operands = tuple(jnp.asarray(array, dtype) for array in operands)
         else:
-            operands = promote_dtype((query, key, value), dtype=dtype)
+            operands = promote_dtype(operands, dtype=dtype)
         hints = dataclasses.replace(self, is_causal=True) if is_causal else self
         return layer_attention(operands, bias, mask, hints, dropout, weights)
 
@@ -220,9 +219,7 @@ def layer_attention(
         query, hints, lengths = structure
         visible = None
     call = _arguments.arguments(
-        query.reshape(count, *query.shape[-3:]),
-        key.reshape(count, *key.shape[-3:]),
-        value.reshape(count, *value.shape[-3:]),
+        *(array.reshape(count, *array.shape[-3:]) for array in (query, key, value)),
         None if bias is None else _flatten_batch(bias, batch),
         None if visible is None else _flatten_batch(visible, batch),
         is_causal=hints.is_causal,
