@@ -59,16 +59,16 @@ def prepare(module: nn.Module, module_policy: ModulePolicy, keeps_dtype: bool) -
         return
     object.__setattr__(module, "_jaxmp_policy", module_policy)
     object.__setattr__(module, "_jaxmp_author", author)
-    fields = _layer_fields(module, module_policy)
+    fields, ref = _layer_fields(module, module_policy), weakref.ref(module)
     if traits.caches:
-        fields["variable"] = _casting_variable(weakref.ref(module), module_policy)
+        fields["variable"] = functools.partial(_variable, ref, module_policy)
     if traits.is_rnn and hasattr(module, "variable_broadcast"):
         # All steps of an `nn.RNN` share the FP8 states of its cell, as they share its parameters.
         fields["variable_broadcast"] = union_filters(module.variable_broadcast, OVERWRITE)
     if not traits.casts_params:
-        fields["param"] = _casting_param(weakref.ref(module), module_policy)
+        fields["param"] = functools.partial(_param, ref, module_policy)
         if type(module).perturb is nn.Module.perturb and "perturb" not in module.__dict__:
-            fields["perturb"] = functools.partial(_perturbed, weakref.ref(module))
+            fields["perturb"] = functools.partial(_perturbed, ref)
     for name, value in fields.items():
         author.setdefault(name, module.__dict__.get(name, _UNSET))
         object.__setattr__(module, name, value)
@@ -105,19 +105,15 @@ LATE = (
 )
 
 
-def _casting_param(ref: Callable[[], Any], module_policy: ModulePolicy) -> Callable[..., Any]:
-    """Returns `module.param` that casts what it returns. The stored parameter keeps its dtype."""
-
-    def param(
-        name: str, init_fn: Callable[..., Any], *init_args: PyTree, **kwargs: PyTree
-    ) -> PyTree:
-        module = ref()
-        if _compat.current_context().policies is None:
-            raise CompositionError(f"{'/'.join(module.path)!r} is called by the {LATE}")
-        value = type(module).param(module, name, init_fn, *init_args, **kwargs)
-        return _core.cast_floating(value, module_policy.param_dtype(name))
-
-    return param
+def _param(
+    ref: Callable[[], Any], module_policy: ModulePolicy, name: str, *args: PyTree, **kwargs: PyTree
+) -> PyTree:
+    """Computes `module.param`, and casts its result. The stored parameter keeps its dtype."""
+    module = ref()
+    if _compat.current_context().policies is None:
+        raise CompositionError(f"{'/'.join(module.path)!r} is called by the {LATE}")
+    value = type(module).param(module, name, *args, **kwargs)
+    return _core.cast_floating(value, module_policy.param_dtype(name))
 
 
 def _perturbed(
@@ -150,17 +146,15 @@ class _CastVariable(nn.Variable):
         nn.Variable.value.fset(self, value)  # pyright: ignore
 
 
-def _casting_variable(ref: Callable[[], Any], module_policy: ModulePolicy) -> Callable[..., Any]:
-    """Returns `module.variable` that reads caches in the compute dtype."""
-
-    def variable(collection: str, name: str, *args: PyTree, **kwargs: PyTree) -> nn.Variable:
-        module = ref()
-        source = type(module).variable(module, collection, name, *args, **kwargs)
-        if collection not in module_policy.traits.caches or not _core.is_castable(source.value):
-            return source
-        return _CastVariable(source, module_policy.policy.compute_dtype)
-
-    return variable
+def _variable(
+    ref: Callable[[], Any], module_policy: ModulePolicy, collection: str, *args: Any, **kwargs: Any
+) -> nn.Variable:
+    """Computes `module.variable`, which reads caches in the compute dtype."""
+    module = ref()
+    source = type(module).variable(module, collection, *args, **kwargs)
+    if collection not in module_policy.traits.caches or not _core.is_castable(source.value):
+        return source
+    return _CastVariable(source, module_policy.policy.compute_dtype)
 
 
 # ---------------------------------------------------------------------------
@@ -200,28 +194,23 @@ def method_under_policy(under_policy: MethodCall, call: Callable[..., Any]) -> C
     traits, method = module_policy.traits, under_policy.method
     own = getattr(author_class(type(module)), method, None)
     is_replaced = traits.embedding or traits.layer is nn.Einsum
-    if not is_replaced or own is not getattr(traits.layer, method, call):
+    is_own = own is getattr(traits.layer, method, call)
+    if not (is_replaced and is_own and under_policy.boundary is Boundary.OUTER):
         return call
     wide = module_policy.resolved.wide_output
-    if under_policy.boundary is not Boundary.OUTER:
-        return call
     if method == "attend" and wide is not None:
-        return _wide_attend(module, wide)
+        return functools.partial(_wide_attend, module, wide)
     if method == "__call__" and _looks_up_float32(module, module_policy):
-        return _lookup(module, module_policy, call)
+        return functools.partial(_lookup, module, module_policy, call)
     if method == "__call__" and _is_wide_einsum(module):
         return functools.partial(_wide_einsum, module)
     return call
 
 
-def _wide_attend(module: Any, wide: np.dtype) -> Callable[..., jax.Array]:
-    """Returns `Embed.attend` with a wide result. The dot of the layer is not a field."""
-
-    def attend(query: jax.Array) -> jax.Array:
-        query, embedding = module.promote_dtype(query, module.embedding, dtype=module.dtype)
-        return _core.wide_product(jnp.dot, query, embedding.T, wide)
-
-    return attend
+def _wide_attend(module: Any, wide: np.dtype, query: jax.Array) -> jax.Array:
+    """Computes `Embed.attend` with a wide result. The dot of the layer is not a field."""
+    query, embedding = module.promote_dtype(query, module.embedding, dtype=module.dtype)
+    return _core.wide_product(jnp.dot, query, embedding.T, wide)
 
 
 def _is_wide_einsum(module: nn.Module) -> bool:
@@ -247,9 +236,8 @@ def _wide_einsum(module: Any, inputs: jax.Array, einsum_str: str | None = None) 
 
 def _looks_up_float32(module: nn.Module, module_policy: ModulePolicy) -> bool:
     """Returns True if a call looks up rows of an FP32 table under a policy in 16 bits."""
-    if not module_policy.traits.embedding or module.promote_dtype is not promote_dtype:
-        return False
-    if not _core.is_16bit(module_policy.policy.compute_dtype):
+    is_default = module_policy.traits.embedding and module.promote_dtype is promote_dtype
+    if not (is_default and _core.is_16bit(module_policy.policy.compute_dtype)):
         return False
     return _stored_table(module, module_policy).dtype == np.float32
 
@@ -259,22 +247,22 @@ def _stored_table(module: nn.Module, module_policy: ModulePolicy) -> jax.Array:
 
 
 def _lookup(
-    module: nn.Module, module_policy: ModulePolicy, call: Callable[..., Any]
-) -> Callable[..., jax.Array]:
-    """Returns `Embed.__call__` that casts the rows and not the table, which has the same result.
+    module: nn.Module,
+    module_policy: ModulePolicy,
+    call: Callable[..., Any],
+    *args: PyTree,
+    **kwargs: PyTree,
+) -> jax.Array:
+    """Computes `Embed.__call__`, and casts the rows and not the table, which has the same result.
 
     The gradient of a row is a sum over all positions that looked it up; this sum is in FP32.
     """
     stored = [_stored_table(module, module_policy)]
-
-    def lookup(*args: PyTree, **kwargs: PyTree) -> jax.Array:
-        object.__setattr__(module, "promote_dtype", lambda *_, **__: stored)
-        try:
-            return _core.cast(call(*args, **kwargs), module_policy.policy.compute_dtype)
-        finally:
-            object.__setattr__(module, "promote_dtype", promote_dtype)
-
-    return lookup
+    object.__setattr__(module, "promote_dtype", lambda *_, **__: stored)
+    try:
+        return _core.cast(call(*args, **kwargs), module_policy.policy.compute_dtype)
+    finally:
+        object.__setattr__(module, "promote_dtype", promote_dtype)
 
 
 # ---------------------------------------------------------------------------

@@ -304,7 +304,7 @@ def _replaced(bound: Bound, module: nnx.Module, name: str, call: Method) -> Meth
     if name == "__call__" and _looks_up_float32(bound, module):
         return functools.partial(_lookup, bound, module)
     if wide is not None and name == "attend":
-        return _wide_attend(module, wide)
+        return functools.partial(_wide_attend, module, wide)
     return call
 
 
@@ -371,15 +371,13 @@ def _lookup(bound: Bound, module: nnx.Module, *args: PyTree, **kwargs: PyTree) -
     return _core.cast(rows, bound.module_policy.policy.compute_dtype)
 
 
-def _wide_attend(module: Any, wide: np.dtype) -> Callable[..., jax.Array]:
-    """Returns `Embed.attend` with a wide result. The dot of the layer is not an attribute."""
-
-    def attend(query: jax.Array, out_sharding: Any = None) -> jax.Array:
-        query, embedding = module.promote_dtype((query, module.embedding[...]), dtype=module.dtype)
-        product = functools.partial(jnp.dot, out_sharding=out_sharding)
-        return _core.wide_product(product, query, embedding.T, wide)
-
-    return attend
+def _wide_attend(
+    module: Any, wide: np.dtype, query: jax.Array, out_sharding: Any = None
+) -> jax.Array:
+    """Computes `Embed.attend` with a wide result. The dot of the layer is not an attribute."""
+    query, embedding = module.promote_dtype((query, module.embedding[...]), dtype=module.dtype)
+    product = functools.partial(jnp.dot, out_sharding=out_sharding)
+    return _core.wide_product(product, query, embedding.T, wide)
 
 
 @contextlib.contextmanager
