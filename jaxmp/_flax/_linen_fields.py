@@ -30,7 +30,7 @@ from jaxmp._flax._layer_table import (
     author_class,
     layer_changes,
 )
-from jaxmp._flax._method_call import Boundary, MethodCall
+from jaxmp._flax._method_call import MethodCall
 from jaxmp.errors import CompositionError
 from jaxmp.fp8._overwritten import OVERWRITE
 
@@ -195,7 +195,7 @@ def method_under_policy(under_policy: MethodCall, call: Callable[..., Any]) -> C
     own = getattr(author_class(type(module)), method, None)
     is_replaced = traits.embedding or traits.layer is nn.Einsum
     is_own = own is getattr(traits.layer, method, call)
-    if not (is_replaced and is_own and under_policy.boundary is Boundary.OUTER):
+    if not (is_replaced and is_own and under_policy.is_cast):
         return call
     wide = module_policy.resolved.wide_output
     if method == "attend" and wide is not None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import enum
 import functools
 import itertools
 import re
@@ -29,16 +28,6 @@ from jaxmp.fp8 import _explain
 # ---------------------------------------------------------------------------
 # Calls
 # ---------------------------------------------------------------------------
-
-
-class Boundary(enum.Enum):
-    """Relation of a call to its caller, which determines what is cast."""
-
-    OUTER = enum.auto()  # another module calls a forward pass: arguments and results are cast
-    AUTHOR = enum.auto()  # the same in the author's dtype: results take a stated output dtype
-    INSIDE = enum.auto()  # a forward pass of the same module calls it: nothing is cast
-    METHOD = enum.auto()  # not a forward pass: results are widened to the output dtype
-    INNER_METHOD = enum.auto()  # the same, of which the caller or the author chooses the dtype
 
 
 # A bound method of a module.
@@ -79,24 +68,24 @@ class MethodCall:
         self.caller = caller if is_own else None
 
     @functools.cached_property
-    def boundary(self) -> Boundary:
-        """The relation of the call to its caller."""
-        if self.is_function or (self.caller is not None and self.caller.is_forward):
-            return Boundary.INSIDE
-        if self.module_policy.method(self.method).is_forward:
-            return Boundary.AUTHOR if self.keeps_dtype else Boundary.OUTER
-        is_inner = self.keeps_dtype or self.caller is not None
-        return Boundary.INNER_METHOD if is_inner else Boundary.METHOD
+    def is_inside(self) -> bool:
+        """True if a forward pass of the same module makes the call, so that nothing is cast."""
+        return self.is_function or (self.caller is not None and self.caller.is_forward)
+
+    @functools.cached_property
+    def is_forward(self) -> bool:
+        """True if the call is a part of a forward pass, whose arguments have been cast."""
+        return self.is_inside or self.module_policy.method(self.method).is_forward
 
     @property
     def at_boundary(self) -> bool:
         """True if another module calls a forward pass."""
-        return self.boundary in (Boundary.OUTER, Boundary.AUTHOR)
+        return self.is_forward and not self.is_inside
 
     @property
-    def is_forward(self) -> bool:
-        """True if the call is a part of a forward pass, whose arguments have been cast."""
-        return self.at_boundary or self.boundary is Boundary.INSIDE
+    def is_cast(self) -> bool:
+        """True if the arguments and results of the call are cast to the dtypes of the policy."""
+        return self.at_boundary and not self.keeps_dtype
 
     def run(
         self,
@@ -108,7 +97,7 @@ class MethodCall:
         module_policy, (args, kwargs) = self.module_policy, incoming
         if labeling := _labels.labeling():
             labeling.note_module(module_policy, self.method, is_forward=self.is_forward)
-        if self.boundary is Boundary.OUTER:
+        if self.is_cast:
             args, kwargs = self._cast_inputs(incoming)
         with scope or contextlib.nullcontext(), self._running():
             try:
@@ -194,13 +183,14 @@ class MethodCall:
     def _cast_results(self, incoming: CallArguments, out: PyTree) -> PyTree:
         """Casts results of the method, which received `incoming` before any cast."""
         module_policy = self.module_policy
-        if self.boundary is Boundary.OUTER:
+        if self.is_cast:
             owner = _labels.label_owner(module_policy.resolved.path, self.method, _labels.RESULT)
             unrounded = _labels.unrounded(owner, out)
             return _labels.labeled(owner, _casts.cast_outputs(module_policy, out, unrounded))
-        if self.boundary is Boundary.AUTHOR and module_policy.resolved.casts_output:
+        if self.at_boundary and module_policy.resolved.casts_output:
             return _casts.cast_outputs(module_policy, out)
-        if self.boundary is Boundary.METHOD:
+        # The caller of the same module, or the author, chooses the dtype of other methods.
+        if not (self.is_forward or self.keeps_dtype or self.caller):
             return _casts.widen_outputs(module_policy, out, incoming)
         return out
 
