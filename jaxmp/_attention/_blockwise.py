@@ -74,15 +74,8 @@ def blockwise_attention(args: AttentionArguments, block: int | None = None) -> A
         )
     groups = args.key.shape[2]
     block = block or _block_size(batch * heads)
-    shape = _Shape(
-        batch,
-        groups,
-        heads // groups,
-        queries,
-        keys,
-        min(block, -(-queries // 8) * 8),
-        min(block, -(-keys // 8) * 8),
-    )
+    blocks = (min(block, -(-positions // 8) * 8) for positions in (queries, keys))
+    shape = _Shape(batch, groups, heads // groups, queries, keys, *blocks)
     return _attention(shape, dataclasses.replace(args, settings=settings))
 
 

@@ -107,9 +107,8 @@ class Writing:
             if isinstance(variable := leaves[path], self.nnx.Variable):
                 variable.set_raw_value(value)
                 continue
-            for name in path[:0:-1]:  # An array that is an attribute of a module.
-                value = {name: value}
-            self.nnx.update(self.objects[path[0]], value)
+            # An array that is an attribute of a module.
+            self.nnx.update(self.objects[path[0]], self.nnx.from_flat_state([(path[1:], value)]))
         if not self.objects:
             return out
         own = dict(self.nnx.iter_graph(tuple(self.objects)))

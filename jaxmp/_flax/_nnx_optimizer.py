@@ -18,7 +18,7 @@ from jaxmp._core import PyTree, _compat
 from jaxmp._flax._nnx_cast_on_read import bound_of
 from jaxmp._flax._nnx_gradients import Gradient
 from jaxmp._flax._nnx_layers import OverwriteWithGradient, trained
-from jaxmp._flax._nnx_writes import Write, continued, undo
+from jaxmp._flax._nnx_writes import Write, continued, same, undo
 from jaxmp._gradients import _loss_scale
 from jaxmp.errors import CompositionError, JaxmpError
 from jaxmp.fp8 import _overwritten
@@ -199,17 +199,12 @@ class Optimizer(nnx.Optimizer):
                 undo(write, others, applied)
             # Parameters that the forward pass wrote, for example in nnx.SpectralNorm.
             restored = nnx.as_pure(nnx.state(model, trained(self.wrt)))
-            leaves = zip(jax.tree.leaves(params), jax.tree.leaves(restored), strict=True)
-            if any(undone is not old for old, undone in leaves):
+            if not same(params, restored):
                 opt_state = _assign.keep_masters(applied, opt_state, self._pure_state())
-            new_params = jax.tree.map(
-                lambda new, old, undone: (
-                    new if undone is old else _core.select_leaf(applied, new, undone)
-                ),
-                new_params,
-                params,
-                restored,
+            select = lambda new, old, undone: (
+                new if undone is old else _core.select_leaf(applied, new, undone)
             )
+            new_params = jax.tree.map(select, new_params, params, restored)
         nnx.update(model, new_params)
         nnx.update(self.opt_state, nnx.state(opt_state))
         if applied is not None and jax.tree.leaves(overwritten):

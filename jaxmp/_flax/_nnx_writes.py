@@ -47,10 +47,7 @@ class Slot:
         if self.variable is not None:
             self.variable.set_raw_value(value)
             return
-        nested = value
-        for name in reversed(self._path):
-            nested = {name: nested}
-        nnx.update(self._root(), nested)
+        nnx.update(self._root(), nnx.from_flat_state([(self._path, value)]))
 
 
 @dataclasses.dataclass

@@ -71,14 +71,7 @@ def register_layer(
       >>> "f8_e4m3fn" in str(jax.make_jaxpr(model.apply)(variables, jnp.ones((2, 16))))
       True
     """
+    arguments = locals()
     kind = cls if isinstance(cls, type) else type(cls)
     table = NNX_LAYERS if issubclass(kind, nnx.Module) else LINEN_LAYERS
-    table.register(
-        cls,
-        norm=norm,
-        dot_general=dot_general,
-        einsum=einsum,
-        dtype=dtype,
-        kernel=kernel,
-        attention_fn=attention_fn,
-    )
+    table.register(**arguments)
