@@ -415,8 +415,8 @@ the note on a loop carry does not name layers with few outputs
 test_fp32_outputs.py::test_the_note_on_a_carry_of_few_outputs_has_the_fix
 
 the call of a module by its own loss is not cast
-- return self.is_function or (self.caller is not None and self.caller.is_forward)
-+ return self.is_function or self.caller is not None
+- is_in_forward = self.caller is not None and self.caller.is_forward
++ is_in_forward = self.caller is not None
 test_methods.py::test_the_call_of_a_module_by_its_own_loss_is_a_forward_pass
 
 the cast at a module boundary overflows

@@ -317,7 +317,7 @@ def test_a_required_rule_that_matches_nothing_is_refused(rule, words):
 
 def test_a_required_rule_that_is_shadowed_still_matches():
     policies = PolicyMap("bf16", [Rule("a", "c=f32"), Rule("a", "c=f16")])
-    check_required(policies, ["a"])
+    check_required(policies, {"a": None})
 
 
 # ---------------------------------------------------------------------------
@@ -405,7 +405,7 @@ def test_a_rule_for_fp32_is_no_rule_for_fp8():
 
 def test_an_explanation_is_a_public_type_with_json():
     policies = PolicyMap("bf16", [Rule("head", "c=f32", why="logits")])
-    explanation = explain_modules(policies, ["head"])
+    explanation = explain_modules(policies, {"head": None})
     result = json.loads(jaxmp.typing.Explanation(policies=explanation).to_json())["policies"]
     assert result["summary"] == "1 of 1 paths follow a rule."
     (row,) = result["rows"]

@@ -136,7 +136,7 @@ class AutocastConfig:
         known = {"/".join(each[:length]) for each in segments for length in range(len(each) + 1)}
         modules = [rule for rule in self.policies.rules if not rule.addresses_parameter]
         try:
-            check_required(self.policies, known, modules)
+            check_required(self.policies, dict.fromkeys(known), modules)
         except RuleError as error:
             raise RuleError(
                 f"{error} autocast matches name scopes: Linen modules create them, NNX modules do "

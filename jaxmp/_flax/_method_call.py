@@ -50,6 +50,9 @@ class MethodCall:
       lifted: the transformation of Linen whose body is called, such as "scan(block)".
       caller: the enclosing call if a module calls its own method; otherwise None.
       originals: of the arguments that were cast to 16 bits.
+      is_forward: the call is a part of a forward pass, whose arguments have been cast.
+      at_boundary: another module calls a forward pass.
+      is_cast: the arguments and results are cast to the dtypes of the policy.
     """
 
     module: Any
@@ -66,26 +69,12 @@ class MethodCall:
         caller = next((call for call in reversed(running()) if not call.is_function), None)
         is_own = caller is not None and caller.module_policy is self.module_policy
         self.caller = caller if is_own else None
-
-    @functools.cached_property
-    def is_inside(self) -> bool:
-        """True if a forward pass of the same module makes the call, so that nothing is cast."""
-        return self.is_function or (self.caller is not None and self.caller.is_forward)
-
-    @functools.cached_property
-    def is_forward(self) -> bool:
-        """True if the call is a part of a forward pass, whose arguments have been cast."""
-        return self.is_inside or self.module_policy.method(self.method).is_forward
-
-    @property
-    def at_boundary(self) -> bool:
-        """True if another module calls a forward pass."""
-        return self.is_forward and not self.is_inside
-
-    @property
-    def is_cast(self) -> bool:
-        """True if the arguments and results of the call are cast to the dtypes of the policy."""
-        return self.at_boundary and not self.keeps_dtype
+        is_in_forward = self.caller is not None and self.caller.is_forward
+        # Otherwise a forward pass of the same module makes the call, and nothing is cast.
+        is_outer = not (self.is_function or is_in_forward)
+        self.is_forward = not is_outer or self.module_policy.method(self.method).is_forward
+        self.at_boundary = self.is_forward and is_outer
+        self.is_cast = self.at_boundary and not self.keeps_dtype
 
     def run(
         self,

@@ -66,6 +66,8 @@ def computes_in(policies: Policies, dtype: np.dtype) -> bool:
     return any(field == "compute_dtype" and each == dtype for _, field, each in names)
 
 
+# Each call of a model asks for it.
+@functools.cache
 def computes_in_16_bits(policies: Policies) -> bool:
     """Returns True if the default policy or a rule computes in 16 bits."""
     return any(computes_in(policies, dtype) for dtype in _core.FLOATS_16BIT)

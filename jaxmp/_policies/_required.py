@@ -13,7 +13,7 @@ from jaxmp import _core
 from jaxmp._policies import _patterns
 from jaxmp._policies._patterns import ModuleType
 from jaxmp._policies._policy import Policy, with_fields
-from jaxmp._policies._resolve import Policies, resolve_policy, typed_paths
+from jaxmp._policies._resolve import Policies, resolve_policy
 from jaxmp._policies._rules import Rule
 from jaxmp.errors import PolicyError, RuleError
 
@@ -126,7 +126,7 @@ def check_module_dtypes(policies: Policies) -> None:
 
 def explain_modules(
     policies: Policies,
-    paths: Iterable[str] | Mapping[str, ModuleType],
+    paths: Mapping[str, ModuleType],
     outputs: Mapping[str, int | None] = MappingProxyType({}),
     decisions: Mapping[str, str] = MappingProxyType({}),
     share: float | None = None,
@@ -135,15 +135,14 @@ def explain_modules(
 
     Args:
       policies: the policies.
-      paths: every module path and `path:name` of a model, or a mapping to classes.
+      paths: every module path and `path:name` of a model -> its class, or None.
       outputs: module path -> number of outputs of a linear layer, or None.
       decisions: path of a linear layer -> why its results are not rounded.
       share: `PolicyExplanation.low_precision_share`.
     """
-    types = typed_paths(paths)
     rows, used = [], set()
-    for path, module_type in types.items():
-        owner = types.get(path.partition(":")[0])
+    for path, module_type in paths.items():
+        owner = paths.get(path.partition(":")[0])
         why = decisions.get(path, "")
         resolved = resolve_policy(policies, path, owner, outputs.get(path), is_decision=bool(why))
         not_fp8 = " without FP8" * (resolved.policy.matmul == "fp8" and resolved.scaling is None)
@@ -164,38 +163,35 @@ def explain_modules(
         rows.append(row)
     unused = tuple(rule for number, rule in enumerate(policies.rules) if number not in used)
     return PolicyExplanation(
-        rows=tuple(rows), paths=tuple(types), unused=unused, low_precision_share=share
+        rows=tuple(rows), paths=tuple(paths), unused=unused, low_precision_share=share
     )
 
 
 def check_required(
-    policies: Policies,
-    paths: Iterable[str] | Mapping[str, ModuleType],
-    rules: Iterable[Rule] | None = None,
+    policies: Policies, paths: Mapping[str, ModuleType], rules: Iterable[Rule] | None = None
 ) -> None:
     """Checks that each required rule matches one of `paths`.
 
     Args:
       policies: the policies.
-      paths: every module path and `path:name` of a model, or a mapping to classes.
+      paths: every module path and `path:name` of a model -> its class, or None.
       rules: the rules to check; None: all rules of the map, and of other phases.
 
     Raises:
       RuleError: if a rule matches nothing, with the nearest paths or types; or if no matching
         module has an argument in its `keep_inputs`, or a method in its `forward_methods`.
     """
-    types = typed_paths(paths)
     for rule in policies.all_rules if rules is None else rules:
         if rule.layers is not None:
-            _check_stack(rule, types)
+            _check_stack(rule, paths)
         if rule.required and not any(
             rule.matches(path, module_type)
-            for path, module_type in types.items()
+            for path, module_type in paths.items()
             if rule.addresses_parameter == (":" in path)
         ):
-            raise _no_match_error(rule, types)
+            raise _no_match_error(rule, paths)
         if rule.required and (rule.keep_inputs or rule.forward_methods):
-            _check_names(rule, types)
+            _check_names(rule, paths)
 
 
 def _no_match_error(rule: Rule, types: Mapping[str, ModuleType]) -> RuleError:

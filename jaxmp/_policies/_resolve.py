@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any, Self
 
 import numpy as np
@@ -128,15 +128,6 @@ def checked_rules(rules: Iterable[Rule] | Rule) -> tuple[Rule, ...]:
                 f"{rule!r} is not a Rule; for example PolicyMap('bf16', [Rule('head', 'c=f32')])."
             )
     return rules
-
-
-def typed_paths(
-    paths: Iterable[str | Iterable[str | int]] | Mapping[str, ModuleType],
-) -> dict[str, ModuleType]:
-    """Returns paths as a mapping from `/`-joined path to module class, or None."""
-    if isinstance(paths, Mapping):
-        return {path_string(path): module_type for path, module_type in paths.items()}
-    return dict.fromkeys(map(path_string, paths))
 
 
 # ---------------------------------------------------------------------------

@@ -203,7 +203,9 @@ def read_contents(document: _toml.Document) -> Contents:
             )
         settings[name] = _read_table(table)
     settings[""] = _read_table(top)
-    return Contents(document, settings, _read_rules(top), _read_phases(top))
+    rules = _read_rules(top) if "rules" in document.table else ()
+    phases = _read_phases(top) if "phases" in document.table else ()
+    return Contents(document, settings, rules, phases)
 
 
 def _list_of_tables(above: Setting, name: str) -> list[Setting]:

@@ -274,4 +274,4 @@ def check_master_rules(opt_state: PyTree, params: PyTree) -> None:
             rules = [
                 r for r in policies.rules if r.param_dtype is not None and r.module_type is None
             ]
-            check_required(policies, sorted(paths), rules)
+            check_required(policies, dict.fromkeys(sorted(paths)), rules)
