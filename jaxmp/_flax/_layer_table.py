@@ -232,44 +232,32 @@ class LayerTable:
     def _first_row(self, bases: tuple[type, ...]) -> LayerTraits:
         return next((self._rows[base] for base in bases if base in self._rows), LayerTraits())
 
-    def register(
-        self,
-        cls: type,
-        *,
-        norm: bool | None,
-        dot_general: str | None,
-        einsum: str | None,
-        **names: str | None,
-    ) -> None:
+    def register(self, cls: type, *, norm: bool | None, **names: str | None) -> None:
         """Adds a row. Arguments that are None keep the value of the row of a base class.
 
         Args:
           cls: a user's class.
           norm: value of `is_norm` and `upcasts_params`.
-          dot_general, einsum: name of the attribute with a function like `jax.lax.dot_general`, or
-            like `jax.numpy.einsum`.
-          **names: `dtype`, `kernel` and `attention_fn`, as in `LayerTraits`.
+          **names: `dtype`, `kernel` and `attention_fn`, as in `LayerTraits`; `dot_general` and
+            `einsum`: name of the attribute with a function like `jax.lax.dot_general`, or like
+            `jax.numpy.einsum`.
 
         Raises:
           CompositionError: if an argument is wrong, the class has another row, or it has been used
             under a policy.
         """
         self._check_class(cls)
-        attributes = {**names, "dot_general": dot_general, "einsum": einsum}
-        for argument, name in attributes.items():
-            if name is not None:
-                self._check_name(cls, argument, name)
         changes: dict[str, Any] = {key: name for key, name in names.items() if name is not None}
-        if norm is not None:
-            changes |= {"is_norm": norm, "upcasts_params": norm}
-        if dot_general is not None:
-            changes["dot"] = DOT_GENERAL._replace(name=dot_general)
-        if einsum is not None:
-            changes["dot"] = EINSUM_OP._replace(name=einsum)
+        for argument, name in changes.items():
+            self._check_name(cls, argument, name)
+        kinds = {"dot_general": DOT_GENERAL, "einsum": EINSUM_OP}
+        dots = [kinds[each]._replace(name=changes.pop(each)) for each in kinds if each in changes]
+        changes |= {"dot": dots[0]} if dots else {}
+        changes |= {} if norm is None else {"is_norm": norm, "upcasts_params": norm}
         with self._lock:
             inherited = dataclasses.replace(self._first_row(cls.__mro__[1:]), casts_params=False)
             row = dataclasses.replace(inherited, **changes, registered=weakref.ref(cls))
-            self._check_combination(cls, changes, row, both=bool(dot_general and einsum))
+            self._check_combination(cls, changes, row, both=len(dots) > 1)
             if self._rows.get(cls) == row:
                 return
             self._check_unused(cls)

@@ -160,12 +160,8 @@ def _make_class(cls: type[nn.Module], policies: _load.PolicyMap, origin: Path) -
 def _methods(cls: type[nn.Module]) -> list[str]:
     """Returns the names of the methods that users call on a bound `cls`, except `setup`."""
     fields = {field.name for field in dataclasses.fields(cls)}
-    members = {
-        name: value
-        for base in reversed(cls.__mro__)
-        if base not in nn.Module.__mro__
-        for name, value in vars(base).items()
-    }
+    bases = [base for base in reversed(cls.__mro__) if base not in nn.Module.__mro__]
+    members = {name: value for base in bases for name, value in vars(base).items()}
     return [
         name
         for name, value in members.items()

@@ -160,10 +160,8 @@ class CastOnRead:
 
 def _keeps_kernel(bound: Bound, module: nnx.Module, name: str) -> bool:
     """Returns True for the kernel of a layer of Flax that its FP8 dot reads as it is stored."""
-    traits = bound.module_policy.traits
-    if name != traits.kernel or not getattr(
-        vars(module).get("promote_dtype"), "keeps_kernel", False
-    ):
+    traits, promotion = bound.module_policy.traits, vars(module).get("promote_dtype")
+    if name != traits.kernel or not getattr(promotion, "keeps_kernel", False):
         return False
     method = "__call__"  # of a subclass, it may compute with the kernel itself
     return getattr(bound.cls, method, None) is getattr(traits.layer, method, bound)

@@ -215,8 +215,8 @@ class _Call:
             return is_always or bool(predicate(path[1:], leaf))
 
         self._check_aliases(is_differentiated)
-        self.differentiated: dict[int, list[int]] = {k: [] for k in range(len(self.objects))}
-        self.overwritten: dict[int, list[int]] = {k: [] for k in range(len(self.objects))}
+        self.differentiated: list[list[int]] = [[] for _ in self.objects]
+        self.overwritten: list[list[int]] = [[] for _ in self.objects]
         self.carried: dict[int, None] = {}
         for i, (path, leaf) in enumerate(zip(self.paths, self.leaves, strict=True)):
             if is_differentiated(path, leaf):
@@ -254,7 +254,7 @@ class _Call:
             if i not in self.filters:
                 out.append(arg)
                 continue
-            params = put_objects(arg, list(map(self._nested, self.differentiated.values())))
+            params = put_objects(arg, list(map(self._nested, self.differentiated)))
             overwritten = {
                 str(k): self._nested(self.overwritten[k])
                 for k in ref_indices(arg)
@@ -345,7 +345,7 @@ class _Call:
             id(leaf) if isinstance(leaf, nnx.Variable) else (0, *path): i
             for i, (path, leaf) in enumerate(zip(self.paths, inner, strict=True))
         }
-        states = {index for indices in self.overwritten.values() for index in indices}
+        states = {index for indices in self.overwritten for index in indices}
         self.new_leaves: list[_NewLeaf] = []
         present: dict[int, Any] = {}
         values: list[Any] = []
@@ -366,22 +366,20 @@ class _Call:
     ) -> None:
         """Raises an error for a changed or new leaf that microbatches cannot pass on."""
         microbatches = f"With microbatches={self.microbatches} the function"
-        if i in self.carried:
-            if not _core.are_alike(_value(leaf), self.values[i]):
-                raise JaxmpError(
-                    f"{microbatches} changes the shape or the dtype of {_text(path[2:])}, from "
-                    f"{_brief(self.values[i])} to {_brief(_value(leaf))}, so it cannot pass from "
-                    "one microbatch to the next. Create it with the shape and the dtype that the "
-                    "function writes."
-                )
-        elif self.microbatches > 1 and i is None:
-            in_aux = path[0] == 1
-            if not (in_aux or isinstance(leaf, nnx.Intermediate)):
-                raise JaxmpError(
-                    f"{microbatches} adds a {type(leaf).__name__} at {_text(path[2:])}, which "
-                    "cannot pass from one microbatch to the next. Create it before the first step, "
-                    "or return it as auxiliary data (has_aux=True)."
-                )
+        if i in self.carried and not _core.are_alike(_value(leaf), self.values[i]):
+            raise JaxmpError(
+                f"{microbatches} changes the shape or the dtype of {_text(path[2:])}, from "
+                f"{_brief(self.values[i])} to {_brief(_value(leaf))}, so it cannot pass from one "
+                "microbatch to the next. Create it with the shape and the dtype that the function "
+                "writes."
+            )
+        is_aux = path[0] == 1 or isinstance(leaf, nnx.Intermediate)
+        if i is None and self.microbatches > 1 and not is_aux:
+            raise JaxmpError(
+                f"{microbatches} adds a {type(leaf).__name__} at {_text(path[2:])}, which cannot "
+                "pass from one microbatch to the next. Create it before the first step, or return "
+                "it as auxiliary data (has_aux=True)."
+            )
 
     # Outside the differentiated function.
 

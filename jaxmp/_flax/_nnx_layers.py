@@ -195,13 +195,10 @@ def _init_state(
     if k % 16 or n % 16:
         return {}
 
-    def init() -> dict[str, jax.Array]:
-        state = _state.init_state(dot.scaling)
-        return {
-            f"{_state.PREFIX}{name}": jnp.broadcast_to(leaf, (*stack, *leaf.shape))
-            for name, leaf in state.items()
-        }
-
+    init = lambda: {
+        f"{_state.PREFIX}{name}": jnp.broadcast_to(leaf, (*stack, *leaf.shape))
+        for name, leaf in _state.init_state(dot.scaling).items()
+    }
     # An abstract model gets an abstract state.
     return jax.eval_shape(init) if isinstance(kernel, jax.ShapeDtypeStruct) else init()
 

@@ -355,11 +355,8 @@ def _call_copy(
 def _looks_up_float32(bound: Bound, module: nnx.Module) -> bool:
     """Returns True if a call looks up rows of an FP32 table under a policy in 16 bits."""
     table = vars(module)[bound.module_policy.traits.embedding].get_raw_value()
-    dtypes = table.dtype, dict(bound.author).get("dtype")
-    return _core.is_16bit(bound.module_policy.policy.compute_dtype) and dtypes == (
-        np.float32,
-        np.float32,
-    )
+    is_fp32 = table.dtype == dict(bound.author).get("dtype") == np.float32
+    return is_fp32 and _core.is_16bit(bound.module_policy.policy.compute_dtype)
 
 
 def _lookup(bound: Bound, module: nnx.Module, *args: PyTree, **kwargs: PyTree) -> jax.Array:
