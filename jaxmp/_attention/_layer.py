@@ -262,8 +262,7 @@ def _structure(
             lengths = _declared_lengths(full, declared, math.prod(batch))
     elif declared.is_square:
         raise _declared.refuse_missing(declared)
-    window = declared.window
-    hints = AttentionFunction(hints.implementation, declared.is_causal, window)
+    hints = AttentionFunction(hints.implementation, declared.is_causal, declared.window)
     return query, hints, lengths
 
 

@@ -7,6 +7,7 @@ traced again once for each combination of types and `key`.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Hashable, Sequence
 from typing import Any
 
@@ -136,23 +137,18 @@ class InPlace(_programs.Interpreter):
         def call_jvp(
             primals: tuple[Array, ...], tangents: tuple[Any, ...]
         ) -> tuple[list[Array], list[Array | SymbolicZero]]:
-            zeros = [
-                isinstance(tangent, SymbolicZero) or not _moves(aval)
+            moves = [
+                not isinstance(tangent, SymbolicZero) and _moves(aval)
                 for tangent, aval in zip(tangents, avals, strict=True)
             ]
-            recorded, zeros_out = _rule_jaxpr(function, avals, zeros)
+            recorded, moves_out = _rule_jaxpr(function, avals, moves)
             args = list(map(Value.with_array, operands, primals))
-            args += [Value(t) for t, zero in zip(tangents, zeros, strict=True) if not zero]
-            moving = [aval for aval, zero in zip(out_avals, zeros_out, strict=True) if not zero]
+            args += map(Value, itertools.compress(tangents, moves))
             results = self.run(recorded, args, start._replace(place=of_rule))
-            outs = map(_as_result, results, [*out_avals, *moving])
-            arrays = list(map(self.array, outs))
-            rest = iter(arrays[len(out_avals) :])
-            tangents_out = [
-                SymbolicZero(aval.to_tangent_aval()) if zero else next(rest)
-                for aval, zero in zip(out_avals, zeros_out, strict=True)
-            ]
-            return arrays[: len(out_avals)], tangents_out
+            result_avals = *out_avals, *itertools.compress(out_avals, moves_out)
+            arrays = list(map(self.array, map(_as_result, results, result_avals)))
+            count = len(out_avals)
+            return arrays[:count], _with_zeros(out_avals, moves_out, arrays[count:])
 
         call.defjvp(call_jvp, symbolic_zeros=function.symbolic_zeros)
         outs = call(*map(self.array, operands))
@@ -211,38 +207,41 @@ def _as_result(value: Value, aval: ShapedArray) -> Value:
     return Value(returned(value, None, aval.dtype)) if value.castable else value
 
 
+def _with_zeros(
+    avals: Sequence[ShapedArray], moves: list[bool], arrays: Sequence[Array]
+) -> list[Array | SymbolicZero]:
+    """Returns the tangents of these types: arrays where `moves` is True, or symbolic zeros."""
+    rest = iter(arrays)
+    pairs = zip(avals, moves, strict=True)
+    return [next(rest) if moved else SymbolicZero(aval.to_tangent_aval()) for aval, moved in pairs]
+
+
 def _rule_jaxpr(
-    function: _programs.CustomJvp, avals: Sequence[ShapedArray], zeros: list[bool]
+    function: _programs.CustomJvp, avals: Sequence[ShapedArray], moves: list[bool]
 ) -> tuple[ClosedJaxpr, list[bool]]:
     """Traces a `custom_jvp` rule in the recorded dtypes.
 
     Args:
       function: the function.
       avals: the recorded types of the primals.
-      zeros: for each tangent, True if the rule receives a symbolic zero.
+      moves: for each tangent, False if the rule receives a symbolic zero.
 
     Returns:
       The jaxpr from primals and nonzero tangents to primal and nonzero tangent results; and for
-      each primal result, True if its tangent is a symbolic zero, which the jaxpr does not return.
+      each primal result, False if its tangent is a symbolic zero, which the jaxpr does not return.
     """
-    zeros_out: list[bool] = []
+    moves_out: list[bool] = []
 
     def run(*arrays: Array) -> list[Array]:
-        rest = iter(arrays[len(avals) :])
-        tangents = [
-            SymbolicZero(aval.to_tangent_aval()) if zero else next(rest)
-            for aval, zero in zip(avals, zeros, strict=True)
-        ]
+        tangents = _with_zeros(avals, moves, arrays[len(avals) :])
         outs = function.rule.call_wrapped(*arrays[: len(avals)], *tangents)
         primals_out, tangents_out = outs[: len(outs) // 2], outs[len(outs) // 2 :]
         if not function.symbolic_zeros:
-            tangents_out = map(_instantiate, tangents_out)
-        tangents_out = list(tangents_out)
-        zeros_out[:] = [isinstance(tangent, SymbolicZero) for tangent in tangents_out]
-        return [*primals_out, *(t for t in tangents_out if not isinstance(t, SymbolicZero))]
+            tangents_out = list(map(_instantiate, tangents_out))
+        moves_out[:] = [not isinstance(tangent, SymbolicZero) for tangent in tangents_out]
+        return [*primals_out, *itertools.compress(tangents_out, moves_out)]
 
-    moving = [aval for aval, zero in zip(avals, zeros, strict=True) if not zero]
-    return jax.make_jaxpr(run)(*avals, *moving), zeros_out
+    return jax.make_jaxpr(run)(*avals, *itertools.compress(avals, moves)), moves_out
 
 
 def _moves(aval: ShapedArray) -> bool:

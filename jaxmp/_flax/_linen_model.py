@@ -250,9 +250,11 @@ def _root_of(module: Any) -> _linen_interceptor.Root:
     )
 
 
-def _method_of_apply(
-    module: nn.Module, method: str | Callable[..., PyTree] | None
-) -> str | Callable[..., PyTree] | None:
+# Argument `method` of `apply` and `init`.
+_Method: TypeAlias = str | Callable[..., PyTree] | None
+
+
+def _method_of_apply(module: nn.Module, method: _Method) -> _Method:
     """Returns the `method` argument of `apply` as a function that runs under the policies."""
     if isinstance(method, str) and isinstance(getattr(module, method, None), nn.Module):
         name = method
@@ -389,13 +391,12 @@ class _UnderPolicies(_Base):
         key = cls._jaxmp_class, cls._jaxmp_policies, cls._jaxmp_origin
         return _rebuild, key, self.__getstate__()
 
-    def clone(self, **changes: Any) -> nn.Module:
+    def clone(self: Any, **changes: Any) -> nn.Module:
         """Copies the module. Fields that a policy replaced have their author's values."""
-        module: Any = self
-        with _compat.context(policies=_linen_interceptor.Plain()), _author_fields_in(module):
+        with _compat.context(policies=_linen_interceptor.Plain()), _author_fields_in(self):
             copy = super().clone(**changes)
         kept = {"_jaxmp_shardings", "_jaxmp_mark", "_jaxmp_search"} & self.__dict__.keys()
-        if module.scope is None and changes.keys() - {"parent", "name", "_deep_clone"}:
+        if self.scope is None and changes.keys() - {"parent", "name", "_deep_clone"}:
             # A model with other fields, such as another head, is searched again.
             kept -= {"_jaxmp_search"}
         for name in kept:
@@ -403,42 +404,31 @@ class _UnderPolicies(_Base):
         if "_jaxmp_root_path" not in self.__dict__:
             return copy
         # A submodule that leaves its model keeps its policies; inside, the model applies them.
-        cls = module._jaxmp_class
+        cls = self._jaxmp_class
         if copy.scope is None:
             # Rules match its path in the model.
-            path = _root_of(module).path_of(module)
-            cls = wrapped_class(cls, module._jaxmp_policies, path)
+            cls = wrapped_class(cls, self._jaxmp_policies, _root_of(self).path_of(self))
         object.__setattr__(copy, "__class__", cls)
         return copy
 
     def apply(
-        self,
-        variables: PyTree,
-        *args: PyTree,
-        method: str | Callable[..., PyTree] | None = None,
-        **kwargs: PyTree,
+        self: Any, variables: PyTree, *args: PyTree, method: _Method = None, **kwargs: PyTree
     ) -> PyTree:
         """Applies the module to variables under its policies."""
-        module: Any = self
         variables = constrain_variables(variables, self.__dict__.get("_jaxmp_shardings", {}))
-        call = functools.partial(super().apply, method=_method_of_apply(module, method))
+        call = functools.partial(super().apply, method=_method_of_apply(self, method))
         out = call(variables, *args, **kwargs)
         self.__dict__["_jaxmp_search"].warn()
         return out
 
     def init_with_output(
-        self,
-        rngs: PyTree,
-        *args: PyTree,
-        method: str | Callable[..., PyTree] | None = None,
-        **kwargs: PyTree,
+        self: Any, rngs: PyTree, *args: PyTree, method: _Method = None, **kwargs: PyTree
     ) -> tuple[PyTree, PyTree]:
         """Initializes the module, in the dtypes that the author of the model chose."""
-        module: Any = self
         initialize = super().init_with_output
 
         def init(*, plain: bool) -> tuple[PyTree, PyTree]:
-            called = method if plain else _method_of_apply(module, method)
+            called = method if plain else _method_of_apply(self, method)
             return initialize(rngs, *args, method=called, **kwargs)
 
         if "_jaxmp_tabulated" in self.__dict__:
@@ -446,13 +436,13 @@ class _UnderPolicies(_Base):
         if isinstance(_compat.current_context().policies, _linen_interceptor.Plain):
             return init(plain=True)
         if method is None:
-            _linen_interceptor.check_required_rules(module, rngs, args, kwargs)
+            _linen_interceptor.check_required_rules(self, rngs, args, kwargs)
         with _compat.context(policies=_linen_interceptor.Plain()):
             out, variables = init(plain=True)
         variables = _linen_interceptor.add_policy_state(
-            module, variables, lambda: init(plain=False)[1]
+            self, variables, lambda: init(plain=False)[1]
         )
-        return _cast_to_output(module, out), variables
+        return _cast_to_output(self, out), variables
 
     def tabulate(self, rngs: PyTree, *args: PyTree, **kwargs: PyTree) -> str:
         """Returns Flax's table of the module under its policies."""

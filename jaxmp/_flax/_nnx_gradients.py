@@ -247,23 +247,12 @@ class _Call:
 
     # Inside the differentiated function.
 
-    def _pure_args(self) -> list[Any]:
-        """Returns the arguments as trees of arrays; objects to differentiate as Variable values."""
-        out = []
-        for i, arg in enumerate(self.args):
-            if i not in self.filters:
-                out.append(arg)
-                continue
-            params = put_objects(arg, list(map(self._nested, self.differentiated)))
-            overwritten = {
-                str(k): self._nested(self.overwritten[k])
-                for k in ref_indices(arg)
-                if self.overwritten[k]
-            }
-            if overwritten:
-                params = {_core.PARAMS: params, _overwritten.OVERWRITE: overwritten}
-            out.append(params)
-        return out
+    def _pure_arg(self, arg: PyTree) -> PyTree:
+        """Returns an argument to differentiate as a tree of arrays: the values of its Variables."""
+        params = put_objects(arg, list(map(self._nested, self.differentiated)))
+        indices = (k for k in ref_indices(arg) if self.overwritten[k])
+        states = {str(k): self._nested(self.overwritten[k]) for k in indices}
+        return {_core.PARAMS: params, _overwritten.OVERWRITE: states} if states else params
 
     def _nested(self, indices: list[int]) -> PyTree:
         """Returns the values of leaves of one object by their paths."""
@@ -391,7 +380,8 @@ class _Call:
             **self.options,
         )
         carried = [self.values[i] for i in self.carried]
-        (loss, (carried, (values, aux))), grads = run(*self._pure_args(), carried, **self.kwargs)
+        args = (self._pure_arg(a) if i in self.filters else a for i, a in enumerate(self.args))
+        (loss, (carried, (values, aux))), grads = run(*args, carried, **self.kwargs)
         aux_objects = self._merge_outside(carried, values)
         grads = tuple(self._grads(i, grad) for i, grad in zip(self.filters, grads, strict=True))
         if not isinstance(self.gradient.argnums, (tuple, list)):
@@ -432,7 +422,7 @@ class _Call:
         writes = []
         changed = (leaf.before for leaf in self.new_leaves if leaf.is_changed)
         for i in sorted(index for index in changed if index is not None):
-            slot = Slot(self.objects[self.paths[i][0]], self.paths[i][1:], self.leaves[i])
+            slot = Slot(self.objects[self.paths[i][0]], self._path(i), self.leaves[i])
             writes.append(Write(slot, self.values[i], slot.get()))
         return writes
 

@@ -238,12 +238,10 @@ def _stack_error(rule: Rule, problem: str) -> RuleError:
 
 def _check_names(rule: Rule, types: Mapping[str, ModuleType]) -> None:
     """Checks that the arguments and methods that a rule names exist in a module that it matches."""
-    classes = []
-    for path, module_type in types.items():
-        if rule.matches(path, module_type):
-            if not isinstance(module_type, type):
-                return
-            classes.append(module_type)
+    matched = [cls for path, cls in types.items() if rule.matches(path, cls)]
+    classes = [cls for cls in matched if isinstance(cls, type)]
+    if len(classes) < len(matched):
+        return
     methods = [item for cls in classes for item in _patterns.methods_of(cls).items()]
     names = rule.keep_inputs or ()
     kept = {name for cls in classes for name in _patterns.own_inputs(cls, names)}
