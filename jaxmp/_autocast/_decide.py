@@ -251,10 +251,14 @@ def decide(
     return Decision(dtype, priority, reason)
 
 
+def _why_wide(use: Use) -> str:
+    """Returns why the result of a matmul with these uses is not rounded; "" if it is."""
+    return next((why for each, why in _WHY_WIDE.items() if each in use), "")
+
+
 def why_not_fp8(use: Use) -> str:
     """Returns why a matmul whose result has these uses does not run in FP8; "" if it may."""
-    decisive = (why for u, why in _WHY_WIDE.items() if u in use & (Use.SOFTMAX | Use.ORDER))
-    return next(decisive, "")
+    return _why_wide(use & (Use.SOFTMAX | Use.ORDER))
 
 
 def _of_matmul(
@@ -285,8 +289,7 @@ def _of_matmul(
         exact = _programs.exact_uses(equation, use)
         if any(v.dtype != _core.FLOAT32 or v.priority is Priority.NARROW for v in values[:2]):
             exact &= ~Use.ANGLE  # a matmul in 16 bits has rounded the coordinates before
-        fp32 = (reason for u, reason in _WHY_WIDE.items() if u in exact)
-        why = why or next(fp32, "")
+        why = why or _why_wide(exact)
         why = why or ("a loss selects FP32 values by it" if _is_selection(values, use) else "")
         if why:
             # The product of data and an inverse does not promote a residual stream.
@@ -306,7 +309,7 @@ def _of_matmul(
         # A tangent of a wide matmul: its transpose must meet a cotangent in 16 bits.
         return Decision(dtype, Priority.COMPUTED, reason, dtype)
     if _core.is_16bit(dtype) and use & _programs.SENSITIVE and not narrow:
-        reason += f"; FP32 result: {next(why for u, why in _WHY_WIDE.items() if u in use)}"
+        reason += f"; FP32 result: {_why_wide(use)}"
     if narrow or use & _programs.SENSITIVE:
         return Decision(dtype, Priority.NARROW, reason, _core.FLOAT32)
     return Decision(dtype, Priority.COMPUTED, reason, policy.wide_output or dtype)

@@ -102,15 +102,14 @@ class Writing:
 
     def write(self, out: PyTree, values: Sequence[PyTree]) -> PyTree:
         """Writes the values to the objects of the caller, and returns the result with these."""
-        leaves = self._leaves(self.objects) if self.paths else {}
-        for path, value in zip(self.paths, values, strict=True):
-            if isinstance(variable := leaves[path], self.nnx.Variable):
-                variable.set_raw_value(value)
-                continue
-            # An array that is an attribute of a module.
-            self.nnx.update(self.objects[path[0]], self.nnx.from_flat_state([(path[1:], value)]))
         if not self.objects:
             return out
         own = dict(self.nnx.iter_graph(tuple(self.objects)))
+        for path, value in zip(self.paths, values, strict=True):
+            if isinstance(variable := own[path], self.nnx.Variable):
+                variable.set_raw_value(value)
+            else:  # An array that is an attribute of a module.
+                state = self.nnx.from_flat_state([(path[1:], value)])
+                self.nnx.update(self.objects[path[0]], state)
         put = lambda x: own[x.path] if isinstance(x, _Position) else x
         return jax.tree.map(put, out, is_leaf=self._is_object)

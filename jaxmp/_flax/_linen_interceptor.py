@@ -233,7 +233,9 @@ def _own_params(module: Any) -> list[Any]:
 _AUTHORS_COLLECTIONS = ("params", "batch_stats")
 
 
-def add_policy_state(module: Any, variables: PyTree, wrapped_init: Callable[[], PyTree]) -> PyTree:
+def add_policy_state(
+    module: Any, variables: PyTree, wrapped_init: Callable[[], tuple[PyTree, PyTree]]
+) -> PyTree:
     """Adds to the variables of a model what its policies require.
 
     Caches and other computed state get the dtypes that `apply` writes, and layers with delayed
@@ -243,7 +245,7 @@ def add_policy_state(module: Any, variables: PyTree, wrapped_init: Callable[[], 
     Args:
       module: the wrapped model.
       variables: the result of `init` without policies.
-      wrapped_init: returns the result of `init` under the policies.
+      wrapped_init: returns the results of `init_with_output` under the policies.
     """
     computed = {
         name: collection
@@ -255,7 +257,7 @@ def add_policy_state(module: Any, variables: PyTree, wrapped_init: Callable[[], 
     has_state = scaling is not None and scaling.is_stateful
     if not computed and not has_state:
         return variables
-    shapes = jax.eval_shape(wrapped_init)
+    shapes = jax.eval_shape(lambda: wrapped_init()[1])
     cast = {name: cast_like(value, shapes[name]) for name, value in computed.items()}
     variables = {**variables, **cast}
     if not has_state or OVERWRITE not in shapes:

@@ -425,23 +425,17 @@ class _UnderPolicies(_Base):
         self: Any, rngs: PyTree, *args: PyTree, method: _Method = None, **kwargs: PyTree
     ) -> tuple[PyTree, PyTree]:
         """Initializes the module, in the dtypes that the author of the model chose."""
-        initialize = super().init_with_output
-
-        def init(*, plain: bool) -> tuple[PyTree, PyTree]:
-            called = method if plain else _method_of_apply(self, method)
-            return initialize(rngs, *args, method=called, **kwargs)
-
+        init = functools.partial(super().init_with_output, rngs, *args, **kwargs)
+        under_policies = functools.partial(init, method=_method_of_apply(self, method))
         if "_jaxmp_tabulated" in self.__dict__:
-            return init(plain=False)
+            return under_policies()
         if isinstance(_compat.current_context().policies, _linen_interceptor.Plain):
-            return init(plain=True)
+            return init(method=method)
         if method is None:
             _linen_interceptor.check_required_rules(self, rngs, args, kwargs)
         with _compat.context(policies=_linen_interceptor.Plain()):
-            out, variables = init(plain=True)
-        variables = _linen_interceptor.add_policy_state(
-            self, variables, lambda: init(plain=False)[1]
-        )
+            out, variables = init(method=method)
+        variables = _linen_interceptor.add_policy_state(self, variables, under_policies)
         return _cast_to_output(self, out), variables
 
     def tabulate(self, rngs: PyTree, *args: PyTree, **kwargs: PyTree) -> str:
