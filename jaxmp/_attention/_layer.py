@@ -218,8 +218,11 @@ def layer_attention(
     if structure is not None:
         query, hints, lengths = structure
         visible = None
+    query, key, value = (x.reshape(count, *x.shape[-3:]) for x in (query, key, value))
     call = _arguments.arguments(
-        *(array.reshape(count, *array.shape[-3:]) for array in (query, key, value)),
+        query,
+        key,
+        value,
         None if bias is None else _flatten_batch(bias, batch),
         None if visible is None else _flatten_batch(visible, batch),
         is_causal=hints.is_causal,

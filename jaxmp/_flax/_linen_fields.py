@@ -106,7 +106,7 @@ LATE = (
 
 
 def _param(
-    ref: Callable[[], Any], module_policy: ModulePolicy, name: str, *args: PyTree, **kwargs: PyTree
+    ref: Callable[[], Any], module_policy: ModulePolicy, /, name: str, *args: Any, **kwargs: Any
 ) -> PyTree:
     """Computes `module.param`, and casts its result. The stored parameter keeps its dtype."""
     module = ref()
@@ -147,14 +147,14 @@ class _CastVariable(nn.Variable):
 
 
 def _variable(
-    ref: Callable[[], Any], module_policy: ModulePolicy, collection: str, *args: Any, **kwargs: Any
+    ref: Callable[[], Any], policy: ModulePolicy, /, collection: str, *args: Any, **kwargs: Any
 ) -> nn.Variable:
     """Computes `module.variable`, which reads caches in the compute dtype."""
     module = ref()
     source = type(module).variable(module, collection, *args, **kwargs)
-    if collection not in module_policy.traits.caches or not _core.is_castable(source.value):
+    if collection not in policy.traits.caches or not _core.is_castable(source.value):
         return source
-    return _CastVariable(source, module_policy.policy.compute_dtype)
+    return _CastVariable(source, policy.policy.compute_dtype)
 
 
 # ---------------------------------------------------------------------------
