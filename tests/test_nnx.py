@@ -120,3 +120,6 @@ def test_statistics_of_accumulated_gradients_are_restored():
     _, second = run(model, x, y)
     optimizer.update(model, jax.tree.map(jnp.add, first, second))
     np.testing.assert_array_equal(np.asarray(model.norm.mean[...]), before)
+    compiled = nnx.jit(lambda model, optimizer, x: optimizer.value_and_grad(loss_fn)(model, x, y))
+    optimizer.update(model, compiled(model, optimizer, x * jnp.nan)[1])
+    np.testing.assert_array_equal(np.asarray(model.norm.mean[...]), before)

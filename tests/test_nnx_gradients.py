@@ -529,10 +529,6 @@ def test_frozen_parameters_in_fp32_are_reported_with_a_fix():
     assert {leaf.dtype.name for leaf in jax.tree.leaves(nnx.state(model))} == {"bfloat16"}
 
 
-def test_recipes_that_store_fp32_do_not_report_frozen_parameters():
-    train_adapter(*adapted(jaxmp.load_recipe("bf16")), jnp.ones((2, 4)))
-
-
 def test_parameters_of_another_optimizer_are_not_frozen():
     model, actor, _ = players("bf16_params")
     grads = jax.tree.map(jnp.ones_like, nnx.state(model, nnx.PathContains("actor")))

@@ -131,14 +131,14 @@ class Gradient:
         self,
         options: dict[str, Any],
         prepare: Callable[[dict[str, Any]], dict[str, Any]] = lambda options: options,
-        record: Callable[[list[Write]], None] = lambda _: None,
+        record: Callable[[list[Write], bool], None] = lambda *_: None,
     ) -> Callable[..., Any]:
         """Returns the function that computes the loss and the gradients.
 
         Args:
           options: keyword arguments of `jaxmp.value_and_grad`.
           prepare: returns the options of a call.
-          record: is called with all writes of `fn` to Flax objects.
+          record: is called with all writes of `fn` to Flax objects, and `guarded` of the options.
         """
         _value_and_grad.value_and_grad(self.fn, **options)  # Checks them before the first call.
 
@@ -148,7 +148,7 @@ class Gradient:
             args, kwargs = by_position(self.fn, args, kwargs)
             with nnx.update_context(_TAG):
                 out, writes = _Call(self, args, kwargs, called).run()
-            record(writes)
+            record(writes, called.get("guarded", False))
             return out
 
         return value_and_grad_fn
@@ -423,7 +423,8 @@ class _Call:
         changed = (leaf.before for leaf in self.new_leaves if leaf.is_changed)
         for i in sorted(index for index in changed if index is not None):
             slot = Slot(self.objects[self.paths[i][0]], self._path(i), self.leaves[i])
-            writes.append(Write(slot, self.values[i], slot.get()))
+            after = slot.get()
+            writes.append(Write(slot, self.values[i], after, after))
         return writes
 
 

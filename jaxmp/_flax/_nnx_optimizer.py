@@ -18,7 +18,7 @@ from jaxmp._core import PyTree, _compat
 from jaxmp._flax._nnx_cast_on_read import bound_of
 from jaxmp._flax._nnx_gradients import Gradient
 from jaxmp._flax._nnx_layers import OverwriteWithGradient, trained
-from jaxmp._flax._nnx_writes import Write, continued, same, undo
+from jaxmp._flax._nnx_writes import Write, same, undo
 from jaxmp._gradients import _loss_scale
 from jaxmp.errors import CompositionError, JaxmpError
 from jaxmp.fp8 import _overwritten
@@ -110,7 +110,7 @@ class Optimizer(nnx.Optimizer):
         The loss scale is read when the returned function is called. Values that the forward pass
         writes to Flax objects are recorded until `update`, which restores them if the step is
         skipped; RNG state advances. Call both in one `nnx.jit`, or both outside: the record does
-        not cross the boundary of a compiled function.
+        not cross the boundary of a compiled function. Values that are not finite are left out.
 
         Args:
           fn: as in `jaxmp.nnx.value_and_grad`.
@@ -154,16 +154,15 @@ class Optimizer(nnx.Optimizer):
         fix = "nnx.update(model, recipe.cast_params(nnx.state(model, nnx.Param)))"
         _assign.warn_of_wide(frozen, self._pure_state(), fix)
 
-    def _remember(self, writes: list[Write]) -> None:
+    def _remember(self, writes: list[Write], guarded: bool) -> None:
         """Records the writes of a call, which replace those of an earlier call."""
         earlier = {write.slot: write for write in _pending.pop(self, ())}
+        writes = [write for write in writes if write.is_restorable]
+        for write in writes if guarded else ():
+            write.keep_finite(earlier.get(write.slot))
         # `update` cannot reach writes inside a compiled function without the optimizer.
         if _compat.can_update(self.step):
-            _pending[self] = [
-                continued(write, earlier[write.slot]) if write.slot in earlier else write
-                for write in writes
-                if write.is_restorable
-            ]
+            _pending[self] = writes
 
     def update(self, model: nnx.Module, grads: PyTree = None, /, **extra_args: PyTree) -> PyTree:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Applies one optimizer step to `model`, or skips it.
@@ -201,10 +200,7 @@ class Optimizer(nnx.Optimizer):
             restored = nnx.as_pure(nnx.state(model, trained(self.wrt)))
             if not same(params, restored):
                 opt_state = _assign.keep_masters(applied, opt_state, self._pure_state())
-            select = lambda new, old, undone: (
-                new if undone is old else _core.select_leaf(applied, new, undone)
-            )
-            new_params = jax.tree.map(select, new_params, params, restored)
+                new_params = _core.select(applied, new_params, restored)
         nnx.update(model, new_params)
         nnx.update(self.opt_state, nnx.state(opt_state))
         if applied is not None and jax.tree.leaves(overwritten):

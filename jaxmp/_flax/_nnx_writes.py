@@ -56,11 +56,15 @@ class Write:
 
     slot: the location.
     before, after: the values at the location before and after the call.
+    kept: the value at the location until `update` keeps or undoes the write.
+    finite: bool scalar, False if `after` was rejected because it is not finite.
     """
 
     slot: Slot
     before: Any
     after: Any
+    kept: Any
+    finite: bool | jax.Array = True
 
     @property
     def is_restorable(self) -> bool:
@@ -71,6 +75,17 @@ class Write:
         excluded = (nnx.RngState, nnx.Intermediate, OverwriteWithGradient)
         is_excluded = isinstance(self.slot.variable, excluded)
         return not is_excluded and _core.are_alike(self.before, self.after)
+
+    def keep_finite(self, earlier: Write | None) -> None:
+        """Keeps the value before the call until `update`, if the new one is not finite.
+
+        `update` undoes only the last of several calls whose gradients are accumulated (`earlier` is
+        the write of the one before), and none in a loop or compiled function that it is outside of.
+        """
+        is_continued = earlier is not None and same(earlier.kept, self.before)
+        self.finite = _core.all_finite(self.after) & (earlier.finite if is_continued else True)
+        self.kept = _core.select(self.finite, self.after, self.before)
+        self.slot.set(self.kept)
 
 
 def same(value: PyTree, other: PyTree) -> bool:
@@ -91,30 +106,17 @@ def undo(write: Write, others: Iterable[Write], applied: jax.Array) -> None:
       applied: bool scalar.
     """
     others = [other for other in others if other.slot == write.slot]
-    old, new = write.after, _core.select(applied, write.after, write.before)
+    old, new = write.kept, _core.select(applied, write.after, write.before)
     for other in others:
-        if same(other.after, write.before):
-            other.after = new
+        if same(other.kept, write.before):
+            other.after = other.kept = new
     while (later := next((o for o in others if same(o.before, old)), None)) is not None:
         others.remove(later)
         later.before = new
-        old, new = later.after, _core.select(applied, later.after, write.before)
-        later.after = new
+        old, new = later.kept, _core.select(applied, later.kept, write.before)
+        later.after = later.kept = new
     if same(write.slot.get(), old):
         write.slot.set(new)
-
-
-def continued(write: Write, earlier: Write) -> Write:
-    """Returns `write`, extended to an earlier call whose gradients were not applied.
-
-    A skipped step then restores the value that the earlier call wrote, unless it is not finite:
-    gradients can be accumulated over several calls, and a skipped step must not leave a NaN.
-    """
-    if not same(earlier.after, write.before):
-        return write
-    finite = _core.all_finite(earlier.after)
-    before = _core.select(finite, earlier.after, earlier.before)
-    return Write(write.slot, before, write.after)
 
 
 # ---------------------------------------------------------------------------
@@ -164,8 +166,6 @@ def by_position(
     fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Converts keyword arguments to positional ones, to which argument numbers can refer."""
-    if not kwargs:
-        return args, kwargs
     try:
         bound = inspect.signature(fn).bind(*args, **kwargs)
     except (TypeError, ValueError):

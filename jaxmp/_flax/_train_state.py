@@ -95,7 +95,8 @@ class TrainState(struct.PyTreeNode):
         _master.check_inner(tx)
         if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(params)):
             made = jax.eval_shape(functools.partial(_make, tx), params)
-            made["params"] = jax.tree.map(_placed_as, made["params"], params)
+            placed = lambda leaf, like: leaf.update(sharding=getattr(like, "sharding", None))
+            made["params"] = jax.tree.map(placed, made["params"], params)
             kwargs = jax.tree.map(_abstract, kwargs)
         else:
             made = _make(tx, params)
@@ -153,7 +154,7 @@ class TrainState(struct.PyTreeNode):
         If the gradients are finite, parameters, masters, optimizer state and every field named in
         `mutables` take their new values, and `step` increases by 1. Otherwise all of them keep
         their old values bit for bit, and only the loss scale, the skip counters and typed PRNG keys
-        in the mutables change.
+        in the mutables change. In the same traced step, `replace(batch_stats=...)` is undone, too.
 
         Args:
           grads: unscaled gradients, as `value_and_grad` returns them; a tree like `params`.
@@ -177,8 +178,8 @@ class TrainState(struct.PyTreeNode):
             self.tx, grads, self.opt_state, params, **(extra_args or {})
         )
         if applied is not None:
-            old = {name: getattr(self, name) for name in mutables}
-            mutables = _core.select(applied, mutables, old)
+            old = {name: getattr(self, name) for name in mutables} | vars(self).get("_before", {})
+            mutables = _core.select(applied, {n: getattr(self, n) for n in old} | mutables, old)
             overwritten = _overwritten.select(applied, overwritten, old_overwritten)
         increment = jnp.ones((), jnp.int32) if applied is None else applied.astype(jnp.int32)
         new = self.replace(
@@ -187,6 +188,8 @@ class TrainState(struct.PyTreeNode):
             opt_state=opt_state,
             **mutables,
         )
+        if isinstance(applied, Tracer) and _STATISTICS not in mutables:
+            vars(new)["_applied"] = applied
         return _core.warn_if_dropped(new, "state = state.apply_gradients(grads=grads)")
 
     def _check_mutables(self, mutables: dict[str, Any]) -> None:
@@ -206,6 +209,9 @@ class TrainState(struct.PyTreeNode):
                     f"pass {name} through the microbatches: value_and_grad(..., mutable_argnum=2)."
                 )
 
+
+# The collection that the layers of Flax write in the forward pass.
+_STATISTICS = "batch_stats"
 
 # Arguments of other classes that belong to the optimizer here.
 _OF_OPTIMIZER: dict[str, str] = {
@@ -244,6 +250,7 @@ def _replace(self: TrainState, **updates: Any) -> TrainState:
     they are in 16 bits. Moments and all other parts of the optimizer state stay as they are, unless
     `opt_state` is also replaced.
     """
+    marks = {} if "opt_state" in updates else _marks_of_statistics(self, updates)
     if "params" in updates and "opt_state" not in updates:
         old, _ = _overwritten.split(self.params)
         new, overwritten = _overwritten.split(updates["params"])
@@ -254,10 +261,29 @@ def _replace(self: TrainState, **updates: Any) -> TrainState:
                 new = jax.tree.map(_with_value, new, old, full)
             new, updates["opt_state"] = _assign.set_master_params(new, self.opt_state)
             updates["params"] = _overwritten.join(new, overwritten, updates["params"])
-    return dataclasses.replace(self, **updates)
+    replaced = dataclasses.replace(self, **updates)
+    vars(replaced).update(marks)
+    return replaced
 
 
 TrainState.replace = _replace
+
+
+def _marks_of_statistics(state: TrainState, updates: dict[str, Any]) -> dict[str, Any]:
+    """Undoes new batch statistics if the traced step was skipped, or notes the old ones for it.
+
+    Many programs pass what a loss returned to `replace` instead of `apply_gradients`. Returns marks
+    of the new state: `_applied`, if the last step was; `_before`, the statistics before the next.
+    """
+    marks = {name: vars(state)[name] for name in ("_applied", "_before") if name in vars(state)}
+    new, old = updates.get(_STATISTICS), getattr(state, _STATISTICS, None)
+    is_traced = any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(new))
+    if is_traced and _core.are_alike(new, old):
+        if "_applied" in marks:
+            updates[_STATISTICS] = _core.select(marks.pop("_applied"), new, old)
+        else:
+            marks.setdefault("_before", {_STATISTICS: old})
+    return marks
 
 
 def _shapes(tree: PyTree) -> PyTree:
@@ -308,23 +334,13 @@ def _abstract(leaf: object) -> object:
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=getattr(leaf, "sharding", None))
 
 
-def _placed_as(leaf: jax.ShapeDtypeStruct, like: Array) -> jax.ShapeDtypeStruct:
-    """Adds the sharding of the original parameter to a shape."""
-    sharding = getattr(like, "sharding", None)
-    return leaf if sharding is None else leaf.update(sharding=sharding)
-
-
 def _strong(leaf: PyTree) -> PyTree:
-    """Converts weakly typed arrays, made from Python numbers, which would retrace step 2.
-
-    It copies arrays of NumPy.
-    """
+    """Copies NumPy arrays, and weakly typed ones of Python numbers, which would retrace step 2."""
     if isinstance(leaf, float):
         return jnp.asarray(leaf, jnp.float32)
     if _core.is_castable(leaf):  # also NumPy's float64
         leaf = _core.cast(leaf, _core.dtype_of(leaf))
-    is_weak = getattr(leaf, "weak_type", False)
-    is_new = is_weak or isinstance(leaf, (np.ndarray, np.generic))
+    is_new = getattr(leaf, "weak_type", False) or isinstance(leaf, (np.ndarray, np.generic))
     return jnp.array(leaf, dtype=leaf.dtype) if is_new else leaf
 
 
