@@ -134,16 +134,14 @@ class Optimizer(nnx.Optimizer):
         return gradient.function(options, self._gradient_options, self._remember)
 
     def _gradient_options(self, options: dict[str, Any]) -> dict[str, Any]:
-        if "loss_scale" not in options:
-            if not _compat.can_update(self.step):
-                raise JaxmpError(
-                    "optimizer.value_and_grad was called in a compiled function on an optimizer "
-                    "that the function does not receive as an argument, so its loss scale would "
-                    "never change there. Pass the optimizer, and call value_and_grad inside: "
-                    "nnx.jit(lambda model, optimizer, batch: "
-                    "optimizer.value_and_grad(loss_fn)(model, batch))."
-                )
-            options = {**options, "loss_scale": self.loss_scale}
+        if "loss_scale" not in options and not _compat.can_update(self.step):
+            raise JaxmpError(
+                "optimizer.value_and_grad was called in a compiled function on an optimizer that "
+                "the function does not receive as an argument, so its loss scale would never "
+                "change there. Pass the optimizer, and call value_and_grad inside: "
+                "nnx.jit(lambda model, optimizer, batch: "
+                "optimizer.value_and_grad(loss_fn)(model, batch))."
+            )
         return _find.gradient_options(self._pure_state(), options)
 
     def _warn_of_wide(self, model: nnx.Module) -> None:
@@ -159,7 +157,7 @@ class Optimizer(nnx.Optimizer):
         earlier = {write.slot: write for write in _pending.pop(self, ())}
         writes = [write for write in writes if write.is_restorable]
         for write in writes if guarded else ():
-            write.keep_finite(earlier.get(write.slot))
+            write.keep_finite(earlier.get(write.slot, write))
         # `update` cannot reach writes inside a compiled function without the optimizer.
         if _compat.can_update(self.step):
             _pending[self] = writes

@@ -76,13 +76,13 @@ class Write:
         is_excluded = isinstance(self.slot.variable, excluded)
         return not is_excluded and _core.are_alike(self.before, self.after)
 
-    def keep_finite(self, earlier: Write | None) -> None:
+    def keep_finite(self, earlier: Write) -> None:
         """Keeps the value before the call until `update`, if the new one is not finite.
 
-        `update` undoes only the last of several calls whose gradients are accumulated (`earlier` is
-        the write of the one before), and none in a loop or compiled function that it is outside of.
+        `update` undoes only the last of several calls whose gradients are accumulated, of which
+        `earlier` is the one before, and none in a loop or compiled function that it is outside of.
         """
-        is_continued = earlier is not None and same(earlier.kept, self.before)
+        is_continued = same(earlier.kept, self.before)
         self.finite = _core.all_finite(self.after) & (earlier.finite if is_continued else True)
         self.kept = _core.select(self.finite, self.after, self.before)
         self.slot.set(self.kept)

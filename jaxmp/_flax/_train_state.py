@@ -276,9 +276,8 @@ def _marks_of_statistics(state: TrainState, updates: dict[str, Any]) -> dict[str
     of the new state: `_applied`, if the last step was; `_before`, the statistics before the next.
     """
     marks = {name: vars(state)[name] for name in ("_applied", "_before") if name in vars(state)}
-    new, old = updates.get(_STATISTICS), getattr(state, _STATISTICS, None)
-    is_traced = any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(new))
-    if is_traced and _core.are_alike(new, old):
+    new, old = updates.get(_STATISTICS), getattr(state, _STATISTICS, ())
+    if isinstance(state.step, Tracer) and _core.are_alike(new, old):
         if "_applied" in marks:
             updates[_STATISTICS] = _core.select(marks.pop("_applied"), new, old)
         else:
