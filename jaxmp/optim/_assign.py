@@ -240,15 +240,12 @@ def warn_of_wide(params: PyTree, state: PyTree, fix: str) -> None:
       fix: code that casts them.
     """
     maps = [node.layout.policies for node in master_states(state) if node.layout.policies]
-    collections = _core.has_collections(params)
     wide = []
     for names, leaf in _core.leaves_with_path(params) if maps else ():
-        is_param = not collections or names[0] == _core.PARAMS
-        if is_param and _core.is_castable(leaf):
-            rule_names = _core.rule_names(params, names)
-            dtypes = [np.dtype(storage_dtype(policies, rule_names)) for policies in maps]
-            if all(_core.bits(dtype) < _core.bits(leaf.dtype) for dtype in dtypes):
-                wide.append((_core.parameter_path(rule_names), leaf, dtypes[0]))
+        dtypes = [_layout.stored_dtype(params, names, leaf, policies) for policies in maps]
+        if all(each is not None and _core.bits(each) < _core.bits(leaf.dtype) for each in dtypes):
+            path = _core.parameter_path(_core.rule_names(params, names))
+            wide.append((path, leaf, dtypes[0]))
     if not wide:
         return
     path, leaf, dtype = wide[0]

@@ -142,8 +142,7 @@ class MasterParamsState:
     @property
     def can_overflow(self) -> bool:
         """True if a float16 parameter may be unable to represent its new value."""
-        indices = filter(self.has_value, range(len(self.layout.storage)))
-        return any(self.layout.dtype(index) == _core.FLOAT16 for index in indices)
+        return any(self.layout.dtype(index) == _core.FLOAT16 for index, _, _ in self.values())
 
 
 @jax.tree_util.register_pytree_with_keys_class
@@ -176,23 +175,35 @@ def make_layout(params: PyTree, policies: PolicyMap | None, master: str) -> Layo
                 f"Two parameters have the path {path!r}, because one has a '/' in its name. Rules "
                 "and masters cannot distinguish them. Rename one of them."
             )
-        storage[path] = ""
-        is_param = not collections or names[0] == _core.PARAMS
-        if not is_param or not _core.is_castable(leaf):
-            continue
-        rule_names = _core.rule_names(params, names)
-        dtype = leaf.dtype if policies is None else storage_dtype(policies, rule_names)
-        if master == "packed" and np.dtype(dtype) == np.float16:
+        dtype = stored_dtype(params, names, leaf, policies)
+        if master == "packed" and dtype == _core.FLOAT16:
             raise CompositionError(
                 f"master='packed' stores the 16 bits that bfloat16 drops from FP32, but {path!r} "
                 "is stored in float16, whose exponent differs. Use master='fp32', or store it in "
                 f"bfloat16: Rule({path!r}, 'p=bf16')."
             )
-        storage[path] = _core.short_name(dtype)
+        storage[path] = "" if dtype is None else _core.short_name(dtype)
     # The node without leaves that `optax.tree.map_params` passes.
     is_open = type(params).__name__ == "_ParamsPlaceholder"
     prefix = f"{_core.PARAMS}/" if collections else ""
     return Layout(policies, master, tuple(storage.items()), prefix, is_open)
+
+
+def stored_dtype(
+    params: PyTree, names: _core.Path, leaf: Any, policies: PolicyMap | None
+) -> np.dtype | None:
+    """Returns the dtype in which a leaf of `params` is stored; None if it is no parameter.
+
+    Args:
+      params: a tree of parameters, or a dict of Flax collections.
+      names: the path of the leaf.
+      leaf: the leaf.
+      policies: the policies that determine the dtype; None: the leaf keeps its own.
+    """
+    is_param = not _core.has_collections(params) or names[0] == _core.PARAMS
+    if not is_param or not _core.is_castable(leaf):
+        return None
+    return storage_dtype(policies, _core.rule_names(params, names)) if policies else leaf.dtype
 
 
 def leaves_by_path(params: PyTree) -> dict[str, Any]:

@@ -26,23 +26,19 @@ from jaxmp import _core
 from jaxmp._core import Array, DTypeLike, PyTree
 from jaxmp._policies import _load
 from jaxmp._policies._load import PolicyMap
-from jaxmp._policies._resolve import storage_dtype
 from jaxmp._policies._schema import MASTERS
 from jaxmp.errors import CompositionError
 from jaxmp.fp8 import _overwritten
-from jaxmp.optim._layout import Layout, MasterParamsState, UnpackedMasters, entries_of, make_layout
+from jaxmp.optim import _layout
+from jaxmp.optim._layout import Layout, MasterParamsState, UnpackedMasters, entries_of, stored_dtype
 from jaxmp.optim._rounding import OVERFLOW_THRESHOLD, pack, remainder_to, unpack
 
 
 def to_storage(value: PyTree, dtype: DTypeLike, master: str) -> PyTree:
     """Casts one leaf to its storage dtype, with the rounding of the form of its master."""
-    if (
-        master == "packed"
-        and np.dtype(dtype) == _core.BFLOAT16
-        and _core.dtype_of(value) == _core.FLOAT32
-    ):
-        if isinstance(value, jax.ShapeDtypeStruct):
-            return value.update(dtype=dtype)
+    is_packed = master == "packed" and np.dtype(dtype) == _core.BFLOAT16
+    is_array = not isinstance(value, jax.ShapeDtypeStruct)
+    if is_packed and is_array and _core.dtype_of(value) == _core.FLOAT32:
         return pack(jnp.asarray(_core.cast(value, _core.FLOAT32)))[0]
     return _core.cast(value, dtype)
 
@@ -55,14 +51,10 @@ def cast_params(params: PyTree, policies: PolicyMap, master: str = "fp32") -> Py
       policies: a PolicyMap.
       master: the form of the masters, "fp32" or "packed", which determines how ties round.
     """
-    collections = _core.has_collections(params)
 
     def cast_leaf(names: _core.Path, leaf: PyTree) -> PyTree:
-        inside = not collections or names[0] == _core.PARAMS
-        if not inside or not _core.is_castable(leaf):
-            return leaf
-        dtype = storage_dtype(policies, _core.rule_names(params, names))
-        return to_storage(leaf, dtype, master if _core.is_16bit(dtype) else "fp32")
+        dtype = stored_dtype(params, names, leaf, policies)
+        return leaf if dtype is None else to_storage(leaf, dtype, master)
 
     return _core.map_with_path(cast_leaf, params)
 
@@ -142,7 +134,7 @@ def master_params(
 
     def init_fn(params: PyTree) -> PyTree:
         _overwritten.check_is_absent(params)
-        layout = make_layout(params, policy_map, master)
+        layout = _layout.make_layout(params, policy_map, master)
         leaves, treedef = jax.tree.flatten(params)
         entries = [
             make_master(leaf, master) if layout.has_master(i) else optax.MaskedNode()
