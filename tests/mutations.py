@@ -2750,8 +2750,8 @@ a skip by selection keeps the new optimizer state
 test_optim.py::test_a_nonfinite_gradient_changes_only_scale_and_counters
 
 one device skips a step that the others apply
--             first = _compat.smallest(first, axes)
-+             first = first
+-         first = _compat.smallest(first, axes)
++         first = first
 test_skipped_steps.py::test_devices_agree_on_the_leaf
 
 consecutive skips are counted across applied steps

@@ -263,7 +263,7 @@ def _measured(x: jax.Array, state: OperandState, count: int) -> jax.Array:
     """Returns partial maxima of `x`, over all examples and devices that share the state."""
     maxima = _state_maxima(0, count)(x, state.age)
     axes = _compat.varying_axes(maxima) - _compat.varying_axes(state)
-    return _compat.largest(maxima, tuple(sorted(axes, key=str))) if axes else maxima
+    return _compat.largest(maxima, tuple(sorted(axes, key=str)))
 
 
 def _observe(x: jax.Array, state: OperandState, scaling: DelayedScaling) -> Seen:

@@ -23,16 +23,6 @@ from jaxmp.optim._layout import MasterParamsState, map_master_states, master_sta
 from jaxmp.optim._losses import losses_of, stays_finite, with_scaled_losses
 
 
-def can_overflow(state: PyTree) -> bool:
-    """Returns True if a step can fail because a parameter cannot represent its new value."""
-    return any(node.can_overflow for node in master_states(state))
-
-
-def all_fit(state: PyTree) -> jax.Array:
-    """Returns True if no report in the state requires that the step is skipped."""
-    return functools.reduce(lax.bitwise_and, (node.fits for node in master_states(state)))
-
-
 def overflow_leaf(state: PyTree) -> jax.Array:
     """Returns the index of the first overflow among all parameters; -1 if there is none."""
     first, offset = jnp.array(-1, jnp.int32), 0
@@ -50,7 +40,7 @@ def agree_on_overflow(state: PyTree, axes: tuple[Hashable, ...]) -> PyTree:
         overflow, fits = _compat.largest(node.overflow, axes), _compat.agree(node.fits, axes)
         return dataclasses.replace(node, overflow=overflow, fits=fits)
 
-    return map_master_states(agree, state) if axes else state
+    return map_master_states(agree, state)
 
 
 # ---------------------------------------------------------------------------
@@ -290,7 +280,7 @@ def skip_nonfinite(
 
         def fits(old_state: PyTree, new_state: PyTree) -> jax.Array | None:
             is_scaled = not isinstance(state.loss_scale, _loss_scale.NoLossScale)
-            flags = [all_fit(new_state)] if can_overflow(new_state) else []
+            flags = [node.fits for node in master_states(new_state) if node.can_overflow]
             if is_scaled and losses_of(extra_args):
                 flags.append(_compat.agree(stays_finite(old_state, new_state), axes))
             return functools.reduce(lax.bitwise_and, flags) if flags else None
@@ -303,15 +293,13 @@ def skip_nonfinite(
             return emitted, dataclasses.replace(state, inner_state=write(inner_state))
 
         first, is_zero = _core.check_squares(grads)
-        if axes:
-            first = _compat.smallest(first, axes)
+        first = _compat.smallest(first, axes)
         _check_devices_agree(first, (params, state.stats.total))
         leaves = jnp.int32(len(jax.tree.leaves(grads)))
         finite = lax.eq(first, leaves)
-        is_zero = _compat.agree(is_zero, axes) if axes else is_zero
+        is_zero = _compat.agree(is_zero, axes)
         if state.settings.is_noted:
-            noted = state.stats.last_finite
-            finite = lax.bitwise_and(finite, _compat.agree(noted, axes) if axes else noted)
+            finite = lax.bitwise_and(finite, _compat.agree(state.stats.last_finite, axes))
 
         def reject(old_state: PyTree, overflow: jax.Array | None = None) -> _Outcome:
             # A skipped step emits zeros in the form of the updates. This is the form of the
@@ -321,8 +309,7 @@ def skip_nonfinite(
             if not assigns and not (same_structure and has_same_shapes):
                 like = jax.eval_shape(do_update, old_state)[0]
             if overflow is None:
-                overflow = overflow_leaf(old_state)
-                overflow = _compat.largest(overflow, axes) if axes else overflow
+                overflow = _compat.largest(overflow_leaf(old_state), axes)
             return jnp.array(False), jax.tree.map(jnp.zeros_like, like), old_state, overflow
 
         branches = skip == "cond" or (skip == "auto" and _compat.target() == "cpu")

@@ -237,17 +237,17 @@ def check_axes(axes: tuple[Any, ...]) -> None:
 
 def agree(flag: jax.Array, axes: tuple[Any, ...]) -> jax.Array:
     """Returns True if the bool scalar `flag` is True on every device along `axes`."""
-    return jax.lax.pmin(vary(flag.astype("int32"), axes), axes).astype(bool)
+    return smallest(flag.astype("int32"), axes).astype(bool) if axes else flag
 
 
 def largest(value: jax.Array, axes: tuple[Any, ...]) -> jax.Array:
     """Returns the maximum of an integer scalar over all devices along `axes`."""
-    return jax.lax.pmax(vary(value, axes), axes)
+    return jax.lax.pmax(vary(value, axes), axes) if axes else value
 
 
 def smallest(value: jax.Array, axes: tuple[Any, ...]) -> jax.Array:
     """Returns the minimum of an integer scalar over all devices along `axes`."""
-    return jax.lax.pmin(vary(value, axes), axes)
+    return jax.lax.pmin(vary(value, axes), axes) if axes else value
 
 
 def is_in_unchecked_shard_map() -> bool:
