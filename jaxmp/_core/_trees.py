@@ -51,22 +51,11 @@ def as_tuple(value: AxisNames) -> tuple[Any, ...]:
 
 def path_names(key_path: tuple[Any, ...]) -> Path:
     """Converts a JAX key path to names, without the field that a box adds at the end."""
-    key_path = tuple(key for key in key_path if not isinstance(key, HiddenKey))
-    names = [_key_name(key) for key in key_path]
-    while (
-        len(names) > 1
-        and isinstance(key_path[len(names) - 1], jax.tree_util.GetAttrKey)
-        and names[-1] in BOX_FIELDS
-    ):
-        names.pop()
-    return tuple(names)
-
-
-def _key_name(key: object) -> str:
-    for attribute in ("key", "idx", "name"):
-        if hasattr(key, attribute):
-            return str(getattr(key, attribute))
-    return str(key)
+    keys = [key for key in key_path if not isinstance(key, HiddenKey)]
+    is_box = lambda key: isinstance(key, jax.tree_util.GetAttrKey) and key.name in BOX_FIELDS
+    while len(keys) > 1 and is_box(keys[-1]):
+        keys.pop()
+    return tuple(jax.tree_util.keystr((key,), simple=True) for key in keys)
 
 
 def parameter_path(names: Path) -> str:
