@@ -46,28 +46,25 @@ def wide_product(
       dtype('float32')
     """
 
-    def wide(lhs: jax.Array, *others: jax.Array) -> jax.Array:
+    def multiply(lhs: jax.Array, *others: jax.Array) -> jax.Array:
         # XLA's CPU compiler folds transposes into the matmul, and has no kernel for the result.
         barrier = lax.optimization_barrier if _compat.target() == "cpu" else lambda array: array
         return barrier(product(barrier(lhs), *others, preferred_element_type=dtype))
-
-    @jax.custom_jvp
-    def multiply(*operands: jax.Array) -> jax.Array:
-        return wide(*operands)
 
     def multiply_jvp(
         primals: tuple[jax.Array, ...], tangents: tuple[jax.Array | SymbolicZero, ...]
     ) -> tuple[jax.Array, jax.Array]:
         lhs, rhs, *sizes = primals
         d_lhs, d_rhs, *_ = tangents
-        # Does not call `multiply`: a remat policy that saves matmuls must see the primitive.
-        out = wide(lhs, rhs, *sizes)
+        # Not a call of the `custom_jvp`: a remat policy that saves matmuls must see the primitive.
+        out = multiply(lhs, rhs, *sizes)
         terms = [] if isinstance(d_lhs, SymbolicZero) else [product(d_lhs, rhs, *sizes)]
         terms += [] if isinstance(d_rhs, SymbolicZero) else [product(lhs, d_rhs, *sizes)]
         return out, lax.convert_element_type(sum(terms[1:], start=terms[0]), dtype)
 
-    multiply.defjvp(multiply_jvp, symbolic_zeros=True)
-    return multiply(lhs, rhs, *sizes)
+    differentiable = jax.custom_jvp(multiply)
+    differentiable.defjvp(multiply_jvp, symbolic_zeros=True)
+    return differentiable(lhs, rhs, *sizes)
 
 
 def widened_product(product: Callable[..., jax.Array], *operands: jax.Array) -> jax.Array:
