@@ -9,7 +9,6 @@ import importlib
 import importlib.util
 import inspect
 import operator
-import threading
 import types
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -52,13 +51,8 @@ class JitCall(NamedTuple):
     jaxpr: Any
 
 
-class _Wrappers(threading.local):
-    """Current call of `jax.pmap` or `flax.nnx.jit` in a thread; these call `jax.jit`."""
-
-    call: tuple[Any, tuple[Any, ...], dict[str, Any]] | None = None
-
-
-_wrappers = _Wrappers()
+# Current call of `jax.pmap` or `flax.nnx.jit`, which call `jax.jit`: function and arguments.
+_wrapper = contextvars.ContextVar[Any]("wrapper", default=None)
 # True in `jax.eval_shape`, which compiles no function.
 _abstract = contextvars.ContextVar("abstract", default=False)
 
@@ -96,8 +90,8 @@ def watch_jit(on_call: Callable[[JitCall], bool], *, run_all: bool = False) -> I
         if _is_untraced() and not _abstract.get():
             params = inferred[0].params
             jaxpr = params["jaxpr"]
-            call = _wrappers.call or (pjit._cpp_pjit(fun, info), args, kwargs)
-            _wrappers.call = None
+            call: tuple[Any, Any, Any] = _wrapper.get() or (pjit._cpp_pjit(fun, info), args, kwargs)
+            _wrapper.set(None)
             outer = fun if call[0] is None else call[0]
             name, source = getattr(outer, "__name__", params["name"]), python_function(outer)
             if source is None:
@@ -156,23 +150,10 @@ def watch_nnx() -> None:
 def _watched(call: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(call)
     def watched(self: Callable[..., Any], *args: object, **kwargs: object) -> Any:
-        with _within(self, args, kwargs):
+        with assigned(_wrapper, (self, args, kwargs) if _is_untraced() else _wrapper.get()):
             return call(self, *args, **kwargs)
 
     return watched
-
-
-@contextlib.contextmanager
-def _within(
-    function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Iterator[None]:
-    before = _wrappers.call
-    if _is_untraced():
-        _wrappers.call = function, args, kwargs
-    try:
-        yield
-    finally:
-        _wrappers.call = before
 
 
 def python_function(function: Any) -> Callable[..., Any] | None:
