@@ -86,39 +86,30 @@ def matmul_of(equation: Equation) -> Matmul:
 
 def _dot(params: Mapping[str, Any], lhs: _Shape, rhs: _Shape, out: _Shape) -> _Sizes:
     (lhs_k, rhs_k), (lhs_b, rhs_b) = params["dimension_numbers"]
-    roles_lhs = _roles(len(lhs), lhs_k, lhs_b, "M")
-    roles_rhs = _roles(len(rhs), rhs_k, rhs_b, "N")
-    inner = math.prod(lhs[axis] for axis in lhs_k)
-    free = [*(role for role in roles_lhs if role == "M"), *(r for r in roles_rhs if r == "N")]
-    arrays = [(lhs, roles_lhs), (rhs, roles_rhs)]
-    if free:
-        arrays.append((out[len(lhs_b) :], free))
-    sizes = {"K": inner, "M": _free(lhs, roles_lhs, "M"), "N": _free(rhs, roles_rhs, "N")}
+    left, right = _roles(len(lhs), lhs_k, lhs_b, "M"), _roles(len(rhs), rhs_k, rhs_b, "N")
+    free = [role for role in (*left, *right) if role in ("M", "N")]
+    sizes = {"K": _size(lhs, left, "K"), "M": _size(lhs, left, "M"), "N": _size(rhs, right, "N")}
     widths = {}
-    for shape, roles in arrays:
-        if roles and roles[-1] != "B":
-            role = roles[-1]
+    for shape, roles in ((lhs, left), (rhs, right), (out, ["B"] * len(lhs_b) + free)):
+        if roles and (role := roles[-1]) != "B":
             widths[role] = min(sizes[role], _trailing(shape, roles))
-    vector = "N" not in roles_rhs or "M" not in roles_lhs or 1 in (sizes["M"], sizes["N"])
-    return 2 * math.prod(out) * inner, {} if vector else widths, inner != 1
+    is_vector = 1 in (sizes["M"], sizes["N"])
+    return 2 * math.prod(out) * sizes["K"], {} if is_vector else widths, sizes["K"] != 1
 
 
 def _roles(rank: int, contracted: Sequence[int], batch: Sequence[int], free: str) -> list[str]:
     return ["K" if axis in contracted else "B" if axis in batch else free for axis in range(rank)]
 
 
-def _free(shape: _Shape, roles: list[str], role: str) -> int:
+def _size(shape: _Shape, roles: list[str], role: str) -> int:
+    """Returns the product of the axes with a role."""
     return math.prod(size for size, other in zip(shape, roles, strict=True) if other == role)
 
 
 def _trailing(shape: _Shape, roles: list[str]) -> int:
     """Returns the product of the innermost axes with the same role."""
-    size = 1
-    for length, role in zip(reversed(shape), reversed(roles), strict=True):
-        if role != roles[-1]:
-            break
-        size *= length
-    return size
+    start = max((n for n, role in enumerate(roles, 1) if role != roles[-1]), default=0)
+    return math.prod(shape[start:])
 
 
 def _ragged(params: Mapping[str, Any], lhs: _Shape, rhs: _Shape, out: _Shape) -> _Sizes:
