@@ -13,6 +13,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import NamedSharding
 
+from jaxmp._core import as_tuple
+
 # First part of the name of an algorithm -> the dtype of its operands.
 _ROUNDED = {"BF16": jnp.dtype(jnp.bfloat16), "F16": jnp.dtype(jnp.float16)}
 
@@ -70,8 +72,7 @@ class Arithmetic(NamedTuple):
     @property
     def is_highest(self) -> bool:
         """True if the author asked for `precision=HIGHEST`."""
-        sides = self.precision if isinstance(self.precision, tuple) else (self.precision,)
-        return lax.Precision.HIGHEST in sides
+        return lax.Precision.HIGHEST in as_tuple(self.precision)
 
     @property
     def rounded_dtype(self) -> Any:
@@ -163,14 +164,12 @@ def batch_of(equation: Any) -> tuple[int, ...]:
 def axes_of(equation: Any) -> tuple[int, ...]:
     """Returns the dimensions that a reduction, cumulation, sort or top-k combines; else ()."""
     params = equation.params
-    axis = params.get("axes", params.get("axis", params.get("dimension", ())))
-    return axis if isinstance(axis, tuple) else (axis,)
+    return as_tuple(params.get("axes", params.get("axis", params.get("dimension"))))
 
 
 def mesh_axes_of(equation: Any) -> tuple[Any, ...]:
     """Returns the mesh axes of a collective, such as `psum` or `all_gather`."""
-    axes = equation.params.get("axes", equation.params.get("axis_name"))
-    return tuple(axes) if isinstance(axes, (tuple, list)) else (axes,)
+    return as_tuple(equation.params.get("axes", equation.params.get("axis_name")))
 
 
 def window_of(equation: Any) -> int:

@@ -196,9 +196,7 @@ def _entries(sharding: NamedSharding, ndim: int) -> _Entries:
 
 
 def _names(entry: object) -> tuple[Any, ...]:
-    if entry is None or entry is PartitionSpec.UNCONSTRAINED:
-        return ()
-    return entry if isinstance(entry, tuple) else (entry,)
+    return () if entry is PartitionSpec.UNCONSTRAINED else _core.as_tuple(entry)
 
 
 def _without(entry: object, axes: Sequence[object]) -> object:
