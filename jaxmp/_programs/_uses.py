@@ -107,15 +107,14 @@ _PASSED = {
 _COMBINING = named("add sub add_any mul div dot_general")
 
 
-def uses(jaxpr: AnyJaxpr, results: Sequence[Use] | None = None) -> dict[Any, Use]:
+def uses(jaxpr: AnyJaxpr) -> dict[Any, Use]:
     """Returns the uses of the variables of a program, and of the jaxprs inside at any depth.
 
     Variables without a use are left out. A variable of a function that is called several times has
     the uses of all calls.
 
     Args:
-      jaxpr: the program.
-      results: uses of its results; None: those of `wide_results`.
+      jaxpr: the program, of whose results `wide_results` determines the uses.
 
     Example, the matmuls that should return FP32 sums:
       >>> jaxpr = jax.make_jaxpr(lambda x, w: jax.nn.log_softmax(x @ w))(x, x.T)
@@ -124,7 +123,7 @@ def uses(jaxpr: AnyJaxpr, results: Sequence[Use] | None = None) -> dict[Any, Use
       [True]
     """
     analysis, used, body = Uses(), {}, _compat.jaxpr_body(jaxpr)[0]
-    analysis.facts(body, list(map(int, wide_results(body) if results is None else results)))
+    analysis.facts(body, list(map(int, wide_results(body))))
     for _, facts in analysis.known.values():
         used |= {var: Use(use | used.get(var, _NONE)) for var, use in facts.items()}
     return used
