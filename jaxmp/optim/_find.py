@@ -15,8 +15,8 @@ from jaxmp._core import PyTree, _compat
 from jaxmp._gradients import _dynamic_loss_scale, _loss_scale
 from jaxmp.errors import CompositionError, JaxmpError
 from jaxmp.fp8 import _overwritten
-from jaxmp.optim._assign import unpack_masters
-from jaxmp.optim._layout import MasterParamsState, map_by_path, master_states
+from jaxmp.optim._layout import MasterParamsState, leaves_by_path, map_by_path, master_states
+from jaxmp.optim._master import read_master
 from jaxmp.optim._skip import SkipNonfiniteState, SkipStats
 
 # The classes of the nodes in the state of a recipe's optimizer.
@@ -30,7 +30,7 @@ def find(state: PyTree, classes: type | tuple[type, ...]) -> list[tuple[str, Any
     """Returns `[(path, node), ...]` of all nodes of the given classes, outermost first."""
     # Of a train state or NNX optimizer, only the state of the optimizer is searched.
     tree, is_node = getattr(state, "opt_state", state), lambda x: isinstance(x, classes)
-    flat, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_node)
+    flat = jax.tree.leaves_with_path(tree, is_leaf=is_node)
     return [(jax.tree_util.keystr(path), node) for path, node in flat if is_node(node)]
 
 
@@ -197,9 +197,9 @@ def _check_complete(node: MasterParamsState) -> None:
 
 def replace_by_masters(params: PyTree, opt_state: PyTree) -> PyTree:
     """Returns the parameters, with the FP32 masters of an optimizer state where it has any."""
-    masters: dict[str, Any] = {}
-    for node in master_states(unpack_masters(opt_state, params)):
-        masters.update((path, value) for _, path, value in node.values())
+    stored = leaves_by_path(params)
+    values = (value for node in master_states(opt_state) for value in node.values())
+    masters = {path: read_master(stored[path], master) for _, path, master in values}
     return map_by_path(masters.get, params)
 
 
