@@ -345,14 +345,14 @@ def _refusal(name: str, value: object, allowed: str, example: object) -> LossSca
 
 def check_order(low: float, init: float | jax.Array, high: float) -> None:
     inside = () if isinstance(init, Tracer) else (init,)
-    if [low, *inside, high] == sorted([low, *inside, high]):
+    values = [low, *inside, high]
+    if values == sorted(values):
         return
     start = "".join(f"init_scale={value!r}, " for value in inside)
-    widest = (low, *inside, high)
     raise LossScaleError(
         f"DynamicLossScale({start}min_scale={low!r}, max_scale={high!r}): "
         "the condition is min_scale <= init_scale <= max_scale; for example "
-        f"DynamicLossScale({start}min_scale={min(widest)!r}, max_scale={max(widest)!r})."
+        f"DynamicLossScale({start}min_scale={min(values)!r}, max_scale={max(values)!r})."
     )
 
 

@@ -193,7 +193,7 @@ def _check_call(
 def _result_dtype(lhs: jax.Array, rhs: jax.Array, preferred: DTypeLike | None) -> np.dtype:
     if preferred is not None:
         dtype = _core.canonical_dtype(preferred)
-        if dtype not in _core.FLOATS_16BIT | {_core.FLOAT32, _core.FLOAT64}:
+        if dtype not in _core.CASTABLE | {_core.FLOAT64}:
             raise JaxmpError(
                 f"preferred_element_type is {dtype}: an FP8 product has results in float16, "
                 "bfloat16, float32 or float64. Take one of them, and convert the result."

@@ -28,8 +28,6 @@ _SMALLEST = float(np.finfo(np.float32).tiny)
 # Bits of an FP32 infinity, which are also the mask of the exponent.
 _EXPONENT = 0x7F800000
 
-_FLOATS = _core.FLOATS_16BIT | {_core.FLOAT32, _core.FLOAT64}
-
 
 def as_floats(x: ArrayLike, name: str, caller: str) -> jax.Array:
     """Returns `x` as an array of a float dtype other than FP8.
@@ -43,7 +41,7 @@ def as_floats(x: ArrayLike, name: str, caller: str) -> jax.Array:
         raise JaxmpError(
             f"{caller}: {name} is {type(x).__name__} ({str(x)[:40]}), not an array of numbers."
         ) from None
-    if array.dtype not in _FLOATS:
+    if not _core.is_float(array):
         raise JaxmpError(
             f"{caller}: {name} is {array.dtype}, and must be float16, bfloat16, float32 or "
             f"float64, which it quantizes by itself: for example {name}.astype(jnp.bfloat16)."
@@ -115,7 +113,7 @@ def quantize(x: jax.Array, scale: jax.typing.ArrayLike, dtype: DTypeLike) -> jax
     """
     dtype = fp8_dtype(dtype)
     limit = float(jnp.finfo(dtype).max)
-    wide = _core.FLOAT64 if x.dtype == _core.FLOAT64 else _core.FLOAT32
+    wide = _core.wide_dtype(x.dtype)
     x = lax.convert_element_type(x, wide)
     scaled = x * jnp.broadcast_to(lax.convert_element_type(jnp.asarray(scale), wide), x.shape)
     clipped = lax.clamp(np.array(-limit, wide), scaled, np.array(limit, wide))

@@ -119,14 +119,13 @@ def check_is_absent(params: PyTree) -> None:
     Raises:
       CompositionError: with the call that passes only parameters.
     """
-    name = OVERWRITE
     if split(params)[1] is not None:
         raise CompositionError(
-            f"The parameters contain the collection {name!r}, the state of FP8 scaling. It is not "
-            "a parameter: its gradient is its next value. Use "
+            f"The parameters contain the collection {OVERWRITE!r}, the state of FP8 scaling. It is "
+            "not a parameter: its gradient is its next value. Use "
             "jaxmp.TrainState.create(params=variables, tx=tx), which assigns it. In your own loop, "
             "call tx.init(variables['params']) and tx.update(grads['params'], opt_state, "
-            f"variables['params']), and take the next {name!r} from grads[{name!r}]."
+            f"variables['params']), and take the next {OVERWRITE!r} from grads[{OVERWRITE!r}]."
         )
 
 

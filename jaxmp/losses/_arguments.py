@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,7 @@ from jaxmp._core import ArrayLike, DTypeLike, PyTree, _compat
 from jaxmp.errors import JaxmpError
 
 Reduction = Literal["mean", "sum", "none", "sum_and_weight"]
-REDUCTIONS = ("mean", "sum", "none", "sum_and_weight")
+REDUCTIONS = get_args(Reduction)
 
 
 class LossTerms(NamedTuple):
