@@ -11,7 +11,7 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from jaxmp._core._messages import did_you_mean
-from jaxmp._core._trees import BOX_FIELDS, Path, path_names
+from jaxmp._core._trees import BOX_FIELDS, Path, path_names, strip_collection
 from jaxmp._core._typing import Array, PyTree
 from jaxmp.errors import JaxmpError
 
@@ -35,8 +35,7 @@ def shardings_by_path(shardings: PyTree, argument: str) -> dict[Path, NamedShard
     result: dict[Path, NamedSharding] = {}
     is_sharding = lambda node: isinstance(node, Sharding)
     for key_path, sharding in jax.tree.leaves_with_path(shardings, is_leaf=is_sharding):
-        names = as_parts(without_contents(path_names(key_path)))
-        names = names[1:] if len(names) > 1 and names[0] == "params" else names
+        names = strip_collection(as_parts(without_contents(path_names(key_path))))
         if not isinstance(sharding, NamedSharding):
             value = repr(sharding)
             if isinstance(sharding, (jax.Array, jax.ShapeDtypeStruct)):

@@ -165,11 +165,10 @@ class UnpackedParameters(UnpackedMasters):
 
 
 def make_layout(params: PyTree, policies: PolicyMap | None, master: str) -> Layout:
-    collections = _core.has_collections(params)
     # Names of dtypes by path.
     storage: dict[str, str] = {}
     for names, leaf in _core.leaves_with_path(params):
-        path = _path_of(names, collections)
+        path = _path_of(params, names)
         if path in storage:
             raise CompositionError(
                 f"Two parameters have the path {path!r}, because one has a '/' in its name. Rules "
@@ -185,7 +184,7 @@ def make_layout(params: PyTree, policies: PolicyMap | None, master: str) -> Layo
         storage[path] = "" if dtype is None else _core.short_name(dtype)
     # The node without leaves that `optax.tree.map_params` passes.
     is_open = type(params).__name__ == "_ParamsPlaceholder"
-    prefix = f"{_core.PARAMS}/" if collections else ""
+    prefix = f"{_core.PARAMS}/" if _core.has_collections(params) else ""
     return Layout(policies, master, tuple(storage.items()), prefix, is_open)
 
 
@@ -208,18 +207,17 @@ def stored_dtype(
 
 def leaves_by_path(params: PyTree) -> dict[str, Any]:
     """Returns the leaves of a tree of parameters by their paths in the form of rules."""
-    collections = _core.has_collections(params)
-    return {_path_of(n, collections): leaf for n, leaf in _core.leaves_with_path(params)}
+    return {_path_of(params, n): leaf for n, leaf in _core.leaves_with_path(params)}
 
 
 def map_by_path(fn: Callable[[str, Any], Any], params: PyTree) -> PyTree:
     """Returns a tree of parameters with the results of `fn(path, leaf)`."""
-    collections = _core.has_collections(params)
-    return _core.map_with_path(lambda n, leaf: fn(_path_of(n, collections), leaf), params)
+    return _core.map_with_path(lambda n, leaf: fn(_path_of(params, n), leaf), params)
 
 
-def _path_of(names: _core.Path, collections: bool) -> str:
-    return _core.parameter_path(_core.strip_collection(names) if collections else names)
+def _path_of(params: PyTree, names: _core.Path) -> str:
+    is_inside = _core.has_collections(params)
+    return _core.parameter_path(_core.strip_collection(names) if is_inside else names)
 
 
 def entries_of(masters: PyTree, treedef: Any) -> list[Any]:

@@ -76,7 +76,7 @@ def state_shardings(
     for names in [names for names in placements if names not in known]:
         # Names for the message.
         suffixes = (_core.without_contents(path)[-len(names) :] for path in matches)
-        known |= {path[1:] if path[:1] == ("params",) else path: () for path in suffixes}
+        known |= {_core.strip_collection(path): () for path in suffixes}
     _core.check_tree("params_shardings", placements, "the state", known)
     axis = None if optimizer == "like_params" else optimizer
     _warn_of_replicated(state, matches, placements, shapes, axis)
