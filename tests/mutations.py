@@ -2520,8 +2520,8 @@ test_fp8_state.py::test_states_follow_the_rule
 """,
     "jaxmp/fp8/_step_state.py": r"""
 layers exchange their new FP8 states
-- (is_used, maxima) in zip(indices, others, parts, strict=True):
-+ (is_used, maxima) in zip(indices[::-1], others, parts, strict=True):
+- (is_used, maxima) in zip(indices, parts, strict=True):
++ (is_used, maxima) in zip(indices[::-1], parts, strict=True):
 test_fp8_state.py::test_states_of_a_model_are_updated_as_each_layer_updates_its_own
 
 the newest entry of an amax history is lost

@@ -292,6 +292,7 @@ def known_amax(scaling: DelayedScaling, state: OperandState) -> jax.Array:
     return lax.select(due, recent, stored)
 
 
+@functools.partial(jax.jit, static_argnames="scaling")
 def next_state(
     scaling: DelayedScaling,
     state: Mapping[str, Any],
@@ -310,8 +311,19 @@ def next_state(
     Returns:
       The next state, in the dtype of `like`. It contains no non-finite amax.
     """
-    histories = {operand: state[f"{operand}_amax_history"] for operand in OPERANDS}
-    return _next_state(scaling, state[AGE], histories, seen, like)
+    one = lax.full_like(state[AGE], 1)
+    new = {AGE: one, USES: one}
+    for operand in OPERANDS:
+        (amax, latest), history = seen[operand], state[f"{operand}_amax_history"]
+        if history.ndim > 1:
+            new[f"{operand}_amax"], new[f"{operand}_amax_history"] = _gradient_of_active(
+                scaling, amax, latest
+            )
+            continue
+        grown = jnp.concatenate([latest[None], history[:-1]])
+        new[f"{operand}_amax"] = jnp.where(lax.is_finite(amax), amax, np.float32(0))
+        new[f"{operand}_amax_history"] = jnp.where(lax.is_finite(latest), grown, history)
+    return {name: lax.convert_element_type(leaf, like.dtype) for name, leaf in new.items()}
 
 
 def _gradient_of_active(
@@ -324,25 +336,3 @@ def _gradient_of_active(
     if not scaling.calibrate:
         amax = lax.select(amax > np.float32(0), amax, lax.full_like(amax, -1))
     return jnp.broadcast_to(amax, (ACTIVE_SIZE,)), partials[:, None]
-
-
-@functools.partial(jax.jit, static_argnames="scaling")
-def _next_state(
-    scaling: DelayedScaling,
-    age: jax.Array,
-    histories: State,
-    seen: Mapping[str, Any],
-    like: jax.Array,
-) -> State:
-    new = {AGE: lax.full_like(age, 1), USES: lax.full_like(age, 1)}
-    for operand in OPERANDS:
-        (amax, latest), history = seen[operand], histories[operand]
-        if history.ndim > 1:
-            new[f"{operand}_amax"], new[f"{operand}_amax_history"] = _gradient_of_active(
-                scaling, amax, latest
-            )
-            continue
-        grown = jnp.concatenate([latest[None], history[:-1]])
-        new[f"{operand}_amax"] = jnp.where(lax.is_finite(amax), amax, np.float32(0))
-        new[f"{operand}_amax_history"] = jnp.where(lax.is_finite(latest), grown, history)
-    return {name: lax.convert_element_type(leaf, like.dtype) for name, leaf in new.items()}

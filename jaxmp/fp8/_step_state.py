@@ -96,13 +96,9 @@ def begin_states(states: Sequence[State], partials: int) -> list[State]:
     return active
 
 
-# Leaves of the gradient of an active state that `_measured` reads; `_finished` reads the others.
-_MEASURED = (USES, *(f"{x}_amax_history" for x in OPERANDS))
-
-
 @jax.jit
 def _measured(gradient: State) -> tuple[jax.Array, jax.Array]:
-    """Returns the uses of a layer and all partial maxima, from leaves of its gradient."""
+    """Returns the uses of a layer and all partial maxima, from the gradient of its state."""
     gradient = to_float32(gradient)
     return gradient[USES][None], _of_operands(gradient, "amax_history")
 
@@ -138,19 +134,14 @@ def finish_states(gradients: Sequence[State], before: Sequence[State]) -> list[S
     """
     after: list[State] = [{} for _ in before]
     for indices in _groups(before):
-        group = [gradients[index] for index in indices]
-        measured = [{name: state[name] for name in _MEASURED} for state in group]
-        others = [
-            {name: leaf for name, leaf in state.items() if name not in _MEASURED} for state in group
-        ]
-        uses, partials = zip(*map(_measured, measured), strict=True)
+        uses, partials = zip(*(_measured(gradients[index]) for index in indices), strict=True)
         # Without the barrier, XLA would copy each constant result in a separate kernel.
         used = lax.optimization_barrier(jnp.concatenate(uses)) > np.float32(0)
         latest = amax(jnp.concatenate(partials), (-2, -1))[..., 0, 0]
         count = len(indices)
         parts = zip(lax.split(used, [1] * count), lax.split(latest, [3] * count), strict=True)
-        for index, state, (is_used, maxima) in zip(indices, others, parts, strict=True):
-            after[index] = _finished(state, before[index], is_used, maxima)
+        for index, (is_used, maxima) in zip(indices, parts, strict=True):
+            after[index] = _finished(gradients[index], before[index], is_used, maxima)
     return after
 
 
