@@ -16,7 +16,7 @@ from jaxmp._core._messages import (
 )
 from jaxmp._core._plain import JSONValue, from_plain, named, to_plain
 from jaxmp._core._shardings import (
-    as_parts, axis_names, check_tree, flattened, sampled, shardings_by_path, without_contents,
+    as_parts, axis_names, check_tree, flattened, sampled, shardings_by_path,
 )
 from jaxmp._core._targets import (
     BFLOAT16_MATMULS, FP8_MATMULS, FUSED_ATTENTION, LARGE_ATTENTION_HEADS, MX_MATMULS, Capability,

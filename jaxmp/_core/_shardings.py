@@ -11,7 +11,7 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from jaxmp._core._messages import did_you_mean
-from jaxmp._core._trees import BOX_FIELDS, Path, path_names, strip_collection
+from jaxmp._core._trees import Path, path_names, strip_collection
 from jaxmp._core._typing import Array, PyTree
 from jaxmp.errors import JaxmpError
 
@@ -35,7 +35,7 @@ def shardings_by_path(shardings: PyTree, argument: str) -> dict[Path, NamedShard
     result: dict[Path, NamedSharding] = {}
     is_sharding = lambda node: isinstance(node, Sharding)
     for key_path, sharding in jax.tree.leaves_with_path(shardings, is_leaf=is_sharding):
-        names = strip_collection(as_parts(without_contents(path_names(key_path))))
+        names = strip_collection(as_parts(path_names(key_path)))
         if not isinstance(sharding, NamedSharding):
             value = repr(sharding)
             if isinstance(sharding, (jax.Array, jax.ShapeDtypeStruct)):
@@ -123,11 +123,6 @@ def axis_names(spec: Iterable[object]) -> frozenset[str]:
 def as_parts(names: Path) -> Path:
     """Splits the keys of a path at slashes, so that "in/kernel" is the key of a kernel."""
     return tuple("/".join(names).split("/"))
-
-
-def without_contents(names: Path) -> Path:
-    """Returns a path without the name of the array in a Variable of Flax NNX."""
-    return names[:-1] if names and names[-1] in BOX_FIELDS else names
 
 
 def flattened(x: Array) -> Array:

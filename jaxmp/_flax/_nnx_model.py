@@ -305,7 +305,7 @@ def _check_shardings(model: nnx.Module, shardings: Mapping[Path, NamedSharding])
     """Raises an error if shardings are not those of a model's parameters."""
     if shardings:
         flat = _core.leaves_with_path(nnx.state(model))
-        shapes = {_core.without_contents(names): np.shape(leaf) for names, leaf in flat}
+        shapes = {names: np.shape(leaf) for names, leaf in flat}
         params = nnx.to_flat_state(nnx.state(model, nnx.Param))
         required = (
             tuple(map(str, path))

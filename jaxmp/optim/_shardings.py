@@ -75,7 +75,7 @@ def state_shardings(
     known = {names: shape for names, (_, shape) in shapes.items()}
     for names in [names for names in placements if names not in known]:
         # Names for the message.
-        suffixes = (_core.without_contents(path)[-len(names) :] for path in matches)
+        suffixes = (path[-len(names) :] for path in matches)
         known |= {_core.strip_collection(path): () for path in suffixes}
     _core.check_tree("params_shardings", placements, "the state", known)
     axis = None if optimizer == "like_params" else optimizer
@@ -96,7 +96,7 @@ def state_shardings(
 
 def _match(names: Path, placements: dict[Path, NamedSharding]) -> Path | None:
     """Returns the longest path of a parameter in which a path of the state ends."""
-    names = _core.as_parts(_core.without_contents(names))
+    names = _core.as_parts(names)
     ends = (names[start:] for start in range(len(names)))
     return next((end for end in ends if end in placements), None)
 
@@ -160,7 +160,7 @@ def _warn_of_replicated(
     owned = sum(_bytes(flat[path], placements[names]) for names, (path, _) in shapes.items())
     names_of_rows, rows, code = [], [], []
     for names, leaf in flat.items() if split else ():
-        path, param, shape = _core.without_contents(names), matches[names], np.shape(leaf)
+        param, shape = matches[names], np.shape(leaf)
         if _core.dtype_of(leaf) is None or (
             param and (param not in split or shape == shapes[param][1])
         ):
@@ -168,7 +168,7 @@ def _warn_of_replicated(
         like = split[param or next(iter(split))]
         sharding = like.update(spec=PartitionSpec())
         size = _bytes(leaf, sharding)
-        is_alike = param is None and (*path[-1:], shape) in by_name
+        is_alike = param is None and (*names[-1:], shape) in by_name
         if not is_alike and size <= max(_SMALL, _SHARE * owned):
             continue
         reason = "its path does not end in one of params_shardings"
@@ -182,7 +182,7 @@ def _warn_of_replicated(
             used = (name for entry in like.spec for name in np.ravel(entry) if name)
             sharding = _split_further(sharding, shape, axis or str(next(used)))
         wasted = (size - _bytes(leaf, sharding)) / 1e6
-        names_of_rows.append(repr("/".join(path)))
+        names_of_rows.append(repr("/".join(names)))
         rows.append(f"{leaf.dtype}{[*shape]}, {reason}; {wasted:.3g} MB per device could be saved")
         code.append(f"NamedSharding(mesh, {sharding.spec!r})")
     if rows:
