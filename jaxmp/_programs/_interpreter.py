@@ -318,7 +318,8 @@ class Interpreter:
         for each in branches:
             for key, value in self._absent(each, args).items():
                 # Side results of different shapes in two branches are left out.
-                none[key] = value if key not in none or _same(none[key], value) else None
+                is_same = key not in none or _core.are_alike(none[key], value)
+                none[key] = value if is_same else None
         none = OrderedDict((key, value) for key, value in none.items() if value is not None)
 
         def padded(branch: Callable[..., Any]) -> Callable[..., Any]:
@@ -367,10 +368,6 @@ _RULES: dict[_constructs.Form | None, Callable[..., list[Any]]] = {
     _constructs.Form.SCAN: Interpreter._scan,
     _constructs.Form.WHILE: Interpreter._while,
 }
-
-
-def _same(first: PyTree, second: PyTree) -> bool:
-    return jax.tree.map(jnp.shape, first) == jax.tree.map(jnp.shape, second)
 
 
 def vary_as_here(tree: PyTree) -> PyTree:
