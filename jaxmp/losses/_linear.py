@@ -212,12 +212,11 @@ def _automatic(fn: Callable[..., Any], *arrays: jax.Array, like: jax.Array | Non
 
 def _scaled(gradients: _Arrays, arrays: _Arrays, factor: ArrayLike) -> _Arrays:
     """Returns FP32 gradients times `factor`, as cotangents in the dtypes of `arrays`."""
-    cast = lambda slope, array: (slope * factor).astype(array.dtype)
-    bias = None if gradients.bias is None else cast(gradients.bias, arrays.bias)
-    kernel = cast(gradients.kernel, arrays.kernel)
-    return gradients._replace(
-        hidden=cast(gradients.hidden, arrays.hidden), kernel=kernel, bias=bias
-    )
+
+    def cast(slope: jax.Array | None, array: Any) -> Any:
+        return None if slope is None else (slope * factor).astype(array.dtype)
+
+    return _Arrays(*map(cast, gradients, arrays))
 
 
 def _check_logits_dtype(dtype: DTypeLike | None, hidden: DTypeLike) -> np.dtype:
