@@ -59,11 +59,6 @@ def cast_params(params: PyTree, policies: PolicyMap, master: str = "fp32") -> Py
     return _core.map_with_path(cast_leaf, params)
 
 
-# ---------------------------------------------------------------------------
-# Masters
-# ---------------------------------------------------------------------------
-
-
 # A saturated master of a bfloat16 parameter: larger ones round to infinity.
 _LARGEST_MASTER = np.nextafter(OVERFLOW_THRESHOLD[_core.BFLOAT16], np.float32(0), dtype=np.float32)
 
