@@ -208,26 +208,22 @@ def before_step(state: State | None) -> State | None:
     if state is None:
         return None
     check_reducible(state[AGE])
-    return _active_in_float32(state) if is_active(state) else settled(state)
+    return settled(state)
 
 
 # Jitted, so that all layers share one trace and, in StableHLO, one function.
-
-
 @jax.jit
-def _active_in_float32(state: State) -> State:
-    return to_float32(state)
-
-
-@jax.jit
-def settled(state: Mapping[str, Any]) -> State:
+def settled(state: State) -> State:
     """Converts a state to float32, and undoes the summation if JAX summed several runs of a layer.
 
     The arrays of several layers may be stacked on their first axes. All leaves are divided by the
     number of runs, except the newest entries of the histories. Their sum is not smaller than the
     largest of them, and a scale that is somewhat too small only loses range at the small end.
+    An active state is not summed.
     """
-    state = to_float32(dict(state))
+    state = to_float32(state)
+    if is_active(state):
+        return state
     uses = jnp.maximum(state[USES], np.float32(1))
     divided = {name: leaf / uses for name, leaf in state.items() if leaf.ndim == uses.ndim}
     for operand in OPERANDS:
