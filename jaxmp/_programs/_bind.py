@@ -141,9 +141,8 @@ def bind_in_fp32(equation: JaxprEqn, operands: list[Any]) -> list[Array]:
     if not runs_in_fp32(equation):
         return bind_as_recorded(equation, operands)
     params = equation.params.items()
-    dtypes = {key: x for key, x in params if isinstance(x, np.dtype)}
     changes: dict[str, Any] = {
-        key: _core.FLOAT32 for key, x in dtypes.items() if is_narrow_dtype(x)
+        key: _core.FLOAT32 for key, x in params if isinstance(x, np.dtype) and is_narrow_dtype(x)
     }
     if "precision" in equation.params and any(is_narrow(v.aval) for v in equation.invars):
         changes["precision"] = (lax.Precision.HIGHEST,) * 2
