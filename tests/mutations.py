@@ -2607,7 +2607,7 @@ plain loops may have momentum behind the guard
 test_optim.py::test_wrappers_in_a_plain_loop_train_right_or_are_named
 
 plain loops may have a transformation that hides overflows in front
--     if fronts:
+-     if is_link and guards[0]:
 +     if False:
 test_optim.py::test_wrappers_in_a_plain_loop_train_right_or_are_named
 """,

@@ -267,7 +267,7 @@ def _check_outside(node: PyTree) -> None:
     """Checks the parts of a chain or partition that are outside of the guard."""
     parts = _children(node) if _is_chain(node) or isinstance(node, optax.PartitionState) else []
     guards = [i for i, part in enumerate(parts) if find(part, SkipNonfiniteState)]
-    fronts = range(guards[0] if guards and _is_chain(node) else 0)
+    is_link = bool(guards) and _is_chain(node)
     fix = (
         "Put it inside: recipe.optimizer(optax.chain(...)), or for groups of parameters "
         "recipe.optimizer(optax.partition({...}, labels)). jaxmp.TrainState and "
@@ -276,7 +276,6 @@ def _check_outside(node: PyTree) -> None:
     for i, part in enumerate(parts):
         is_group = isinstance(part, optax.MaskedState) and bool(part.inner_state)
         # A part behind the guard that stores updates changes the parameters in skipped steps, too.
-        is_link = bool(guards) and _is_chain(node)
         if i not in guards and (is_group or (is_link and _keeps_or_hides(part))):
             raise CompositionError(
                 f"{type(part).__name__} outside of the recipe's optimizer: in a loop that calls "
@@ -284,7 +283,7 @@ def _check_outside(node: PyTree) -> None:
                 "state or its parameters, or a skipped step would change the parameters by this "
                 f"state. {fix}"
             )
-    if fronts:
+    if is_link and guards[0]:
         message = (
             "A transformation in front of the recipe's optimizer may hide overflows from it, as "
             "optax.clip does; optax.clip_by_global_norm does not."
