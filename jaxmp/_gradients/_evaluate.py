@@ -96,10 +96,8 @@ def differentiate(
         with _compat.assigned(traced, described):
             out = fn(*(replaced.get(i, arg) for i, arg in enumerate(args)), **kwargs)
         loss, weight, aux = parse_result(out, options)
-        return loss, (
-            weight,
-            _overwritten.without_active(_overwritten.to_float32(aux), options.before),
-        )
+        aux = _overwritten.without_active(_overwritten.to_float32(aux), options.before)
+        return loss, (weight, aux)
 
     is_converted = any(inputs[n] is not args[i] for n, i in enumerate(options.argnums))
     with _overwritten.explain_fm32() if is_converted else contextlib.nullcontext():
@@ -135,9 +133,7 @@ def summed(array: Array) -> Array:
     sharding = jax.typeof(array).sharding
     if not (isinstance(sharding, NamedSharding) and sharding.spec.unreduced):
         return array
-    return jax.reshard(
-        array, NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec.partitions))
-    )
+    return jax.reshard(array, sharding.update(spec=PartitionSpec(*sharding.spec.partitions)))
 
 
 def unscaled(sums: Sums, options: Options) -> Sums:

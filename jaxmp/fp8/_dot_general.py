@@ -122,9 +122,8 @@ def _maker(scaling: Scaling, kernel: str) -> Callable[..., jax.Array]:
         out_sharding: NamedSharding | PartitionSpec | None = None,
         state: Mapping[str, jax.Array] | None = None,
     ) -> jax.Array:
-        lhs, rhs = (
-            as_floats(x, name, "fp8.dot_general") for x, name in ((lhs, "lhs"), (rhs, "rhs"))
-        )
+        lhs = as_floats(lhs, "lhs", "fp8.dot_general")
+        rhs = as_floats(rhs, "rhs", "fp8.dot_general")
         _check_call(scaling, precision, state)
         dims = _dims.make_dims(lhs, rhs, dimension_numbers)
         call = DotCall(
@@ -469,9 +468,8 @@ def _product_bwd(
         results.append(jnp.transpose(product, order))
     if before is None or not isinstance(call.scaling, DelayedScaling):
         return results[0], results[1], None
-    by_role = dict(
-        zip((call.role(0), call.role(1), "output_grad"), (*seen, of_gradient), strict=True)
-    )
+    of_lhs, of_rhs = seen
+    by_role = {call.role(0): of_lhs, call.role(1): of_rhs, "output_grad": of_gradient}
     return results[0], results[1], next_state(call.scaling, before, by_role, state_leaf)
 
 

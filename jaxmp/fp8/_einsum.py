@@ -54,9 +54,7 @@ def einsum(scaling: ScalingLike = None) -> Callable[..., jax.Array]:
     ) -> jax.Array:
         if not isinstance(equation, str):
             raise _refused(equation, "it is not a string")
-        x, kernel = (
-            as_floats(each, name, "fp8.einsum") for each, name in ((x, "x"), (kernel, "kernel"))
-        )
+        x, kernel = as_floats(x, "x", "fp8.einsum"), as_floats(kernel, "kernel", "fp8.einsum")
         plan = plan_einsum(equation, x.ndim, kernel.ndim)
         if isinstance(out_sharding, (NamedSharding, PartitionSpec)):
             out_sharding = before_transpose(out_sharding, plan.order)
@@ -107,11 +105,8 @@ def plan_einsum(equation: str, x_ndim: int, kernel_ndim: int) -> EinsumDot:
             raise _refused(equation, "an operand alone is summed over; sum before the product")
     batch = [label for label in x if label in kernel and label in result]
     contract = [label for label in x if label in kernel and label not in result]
-    where = lambda labels, term: tuple(term.index(label) for label in labels)
-    numbers = (
-        (where(contract, x), where(contract, kernel)),
-        (where(batch, x), where(batch, kernel)),
-    )
+    where = lambda labels: tuple(tuple(map(term.index, labels)) for term in (x, kernel))
+    numbers = where(contract), where(batch)
     used = {*batch, *contract}
     made = batch + [label for label in x + kernel if label not in used]
     return EinsumDot(numbers, tuple(made.index(label) for label in result))

@@ -70,10 +70,8 @@ def softmax_cross_entropy(
       >>> jax.grad(loss)(logits).dtype
       dtype(bfloat16)
     """
-    logits, reduction = (
-        _core.floating_array(logits, "logits"),
-        _arguments.check_reduction(reduction),
-    )
+    logits = _core.floating_array(logits, "logits")
+    reduction = _arguments.check_reduction(reduction)
     terms = _arguments.make_terms(label_smoothing, z_loss)
     if not logits.ndim or not logits.shape[-1]:
         raise JaxmpError(f"logits have shape {list(logits.shape)}: the last axis has no classes.")
