@@ -164,6 +164,40 @@ def test_a_note_names_what_is_not_reported_in_the_optimizer():
     assert any(note.startswith("exp_16bit at test_audit_plants.py:") for note in report.notes)
 
 
+def evolved(params, key, x):
+    noise = jax.random.normal(key, (8, params.size))
+    score = lambda n: jnp.mean(autocast(jnp.matmul, "bf16")(x, params + n.reshape(64, 64)))
+    return params + 0.1 * (noise.T @ jax.vmap(score)(noise)).reshape(64, 64)
+
+
+def with_statistics(state, _, x):
+    """A codebook, and statistics of activations for a preconditioner, inside of the loss."""
+
+    def loss_fn(w):
+        outputs = autocast(jnp.matmul, "bf16")(x, w).astype(F32)
+        one_hot = jax.nn.one_hot(outputs.argmax(1), 64)
+        codes = 0.9 * state["codes"] + 0.1 * one_hot.T @ outputs
+        return jnp.mean(outputs**2), (codes, 0.9 * state["kron"] + (-x / 16).T @ x)
+
+    grads, (codes, kron) = jax.grad(loss_fn, has_aux=True)(state["w"])
+    return {"w": state["w"] - 0.1 * grads, "codes": codes, "kron": kron}
+
+
+@pytest.mark.parametrize(
+    ("step", "state", "is_ok"),
+    [
+        (evolved, W, True),
+        (with_statistics, dict.fromkeys(("w", "codes", "kron"), W), True),
+        # A model in FP32: a layer with a residual, and a loss of correlations.
+        (lambda w, _, x: w + jnp.tanh(w @ w.T) @ w, W, False),
+        (lambda w, _, x: w + jnp.sum(((x * w[0]).T @ x) ** 2) * jnp.tanh(w), W, False),
+        (lambda w, _, x: w - jax.grad(lambda w: jnp.sum(((x * w[0]).T @ x) ** 2))(w), W, False),
+    ],
+)
+def test_updates_without_gradients_are_not_the_models(step, state, is_ok):
+    assert audit(step, state, jax.random.key(0), X, recipe="bf16").ok is is_ok
+
+
 def test_a_measurement_of_gradients_is_not_the_optimizers():
     def step(w, x):
         grads = jax.grad(loss)(w, x)
@@ -488,13 +522,18 @@ def test_probabilities_without_a_logarithm_may_be_rounded():
     assert checks(gates, X) == {}
     for fn in (jnp.log, jnp.log2, jnp.arctanh, lambda p: jnp.log1p(-p), jax.scipy.special.logit):
         assert checks(lambda x, fn=fn: fn(gates(x)), X) == {"log_of_rounded": 1}
+        harmless = lambda x, fn=fn: fn(jnp.clip(0.1 + 0.5 * gates(x), 0.1, 0.6))
+        assert checks(harmless, X) == {}
 
 
-def test_a_rounded_random_number_before_a_logarithm():
-    gumbel = lambda key: -jnp.log(-jnp.log(jax.random.uniform(key, (8,), BF16).astype(F32)))
-    (error,) = audit(gumbel, jax.random.key(0)).errors
+@pytest.mark.parametrize("dtypes", [(BF16, BF16), (F32, BF16)])
+def test_a_rounded_random_number_before_a_logarithm(dtypes):
+    draw = lambda key: jax.random.uniform(key, (8,), dtypes[0]).astype(dtypes[1])
+    (error,) = audit(
+        lambda key: -jnp.log(-jnp.log(draw(key).astype(F32))), jax.random.key(0)
+    ).errors
     assert "a uniform random number that is rounded" in error.message
-    assert error.fix.endswith("jax.random.uniform(key, (8,), jnp.float32)")
+    assert error.fix.endswith("jax.random.uniform(key, (8,), jnp.float32)") or dtypes[0] == F32
 
 
 KEPT = 0.999
@@ -509,8 +548,12 @@ KEPT = 0.999
         (lambda u: lax.map(lambda x: 1 - u(8, BF16) < 0.999 * x, jnp.ones(3, BF16)), ["error"]),
         (lambda u: (u(8, F16) * 3000).astype(int), ["error"]),
         (lambda u: jnp.argsort(u((2, 196), BF16)), ["error"]),
-        # The constant is rounded before it is compared.
-        (lambda u: jnp.floor(KEPT + u(8, BF16)), ["warning"]),
+        # The constant is rounded before it is compared. It may also be 1.
+        (lambda u: jnp.floor(KEPT + u(8, BF16)), ["note"]),
+        (lambda u: u(8).astype(BF16) < 0.999, ["error"]),
+        (lambda u: jnp.floor(0.99 + u(8).astype(F16)), []),
+        (lambda u: u(8).astype(BF16) < u(()).astype(BF16), ["warning"]),
+        (lambda u: (u(8).astype(BF16) < 1e-5, u(8) < 1.0, u(8, BF16) > 0), []),
         (lambda u: u(8, BF16) < u((), F32).astype(BF16), ["warning"]),
         (lambda u: u(8, BF16) < 0.9, []),
         (lambda u: u(8, F16) < 0.999, []),

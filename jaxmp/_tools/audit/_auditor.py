@@ -168,9 +168,8 @@ class Auditor:
         self.matmul_bytes = 0
         # Calls of the matmuls before a backward pass -> True if some are outer products.
         self.matmul_calls: dict[tuple[CodeType, int] | None, bool] = {}
-        # (results, FLOPs) of matmuls outside of modules and derivatives that read values which were
-        # computed from gradients, by line.
-        self.after_gradient: defaultdict[str, list[tuple[list[Any], int]]] = defaultdict(list)
+        # (results, FLOPs) of matmuls that may be a part of an update, by line.
+        self.of_updates: defaultdict[str, list[tuple[list[Any], int]]] = defaultdict(list)
 
     @functools.cached_property
     def root(self) -> _programs.Path:
@@ -216,9 +215,18 @@ class Auditor:
         for label in sorted(self.flow.labels(cls, *variables), key=lambda label: label.number):
             label.report(harm)
 
-    def is_after_gradient(self, op: _checks.OpOccurrence) -> bool:
-        """Returns True outside of modules and derivatives for a value computed from gradients."""
-        return op.location.is_outside and _dataflow.GRADIENT in self.flow.of_all(op.operands)
+    def updates_by(self, op: _checks.OpOccurrence) -> list[tuple[_programs.Atom, bool]]:
+        """Returns the results of an operation if they may be a part of an update.
+
+        Returns:
+          (result, True) outside of modules and derivatives for values computed from gradients, and
+          (result, False) for statistics of examples that no loss reads.
+        """
+        is_after = op.location.is_outside and _dataflow.GRADIENT in self.flow.of_all(op.operands)
+        is_read = op.location.differentiated and _programs.Use.LOSS in op.use
+        is_apart = op.location.is_outside or (op.location.differentiated and not is_read)
+        is_update = is_after or (op.is_forward and is_apart and _dataflow.sums_examples(op))
+        return [(var, is_after) for var in op.equation.outvars] if is_update else []
 
     # -- the walk ---------------------------------------------------------------------------
 
@@ -323,9 +331,8 @@ class Auditor:
             self.notes[f"{text} has no floating-point operations"] = None
             return
         flops = self._count(op, matmul)
-        if self.is_after_gradient(op):
-            row = op.equation.outvars, flops
-            self.after_gradient[op.where].append(row)
+        if results := self.updates_by(op):
+            self.of_updates[op.where].append((results, flops))
         self._record_fp8(op, matmul)
         is_float = matmul.lhs in _checks.FLOATS | {matmul.rhs}
         call = _programs.call_site(op.equation)

@@ -61,13 +61,18 @@ class RoundedDifference(RoundedTerm):
     )
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
 class Probability(_labels.Fact):
-    """Label of a 16-bit sigmoid, softmax, tanh or uniform random number."""
+    """Label of a 16-bit sigmoid, softmax, tanh or uniform random number, or a function of it.
 
-    survives = _MOVES | _core.named("sub add max min clamp mul div neg square integer_pow")
+    `_check_random.follow_probability` propagates it through arithmetic.
+    """
 
-    def __init__(self, op: OpOccurrence, name: str) -> None:
-        self.op, self.name = op, name
+    op: OpOccurrence
+    name: str
+    # Its values where the probability, or the tanh, has its least and its largest one.
+    ends: tuple[float, float]
+    survives = _MOVES - _core.named("convert_element_type abs") | _core.named("square integer_pow")
 
 
 # ---------------------------------------------------------------------------
@@ -171,6 +176,8 @@ def report_terms(op: OpOccurrence) -> None:
 # ---------------------------------------------------------------------------
 
 
+# Arguments of a logarithm that are this far from 0 and from 1 have a relative error below 4 %.
+_NEAR = 1 / 16
 # Primitive or "softmax" -> name and fix.
 _PROBABILITIES = {
     "logistic": ("sigmoid", "jax.nn.log_sigmoid(x.astype(jnp.float32))"),
@@ -193,13 +200,21 @@ def label_probability(op: OpOccurrence) -> Probability | None:
     is_softmax = any(x.normalized for x in op.labels(_labels.Logits, op.operands[0]))
     # The argument of a tanh may contain the exponential of a matmul, as a standard deviation.
     name = "softmax" if is_softmax and op.name not in _PROBABILITIES else op.name
-    return Probability(op, name) if name in _PROBABILITIES else None
+    ends = (-1.0, 1.0) if name == "tanh" else (0.0, 1.0)
+    return Probability(op, name, ends) if name in _PROBABILITIES else None
 
 
 @LOG_OF_ROUNDED.on_operation("log", "log1p", "log2", "atanh")
 def check_logarithm(op: OpOccurrence) -> None:
-    """Reports the logarithm or arctanh of a probability that was rounded to 16 bits."""
+    """Reports the logarithm or arctanh of a probability that was rounded to 16 bits.
+
+    One such as `log(p + 0.5)`, whose argument is neither 0 nor 1 where p is, magnifies no rounding.
+    """
     for label in op.labels(Probability, op.operands[0])[:1]:
+        ends = [1 - abs(x) if op.name == "atanh" else x + (op.name == "log1p") for x in label.ends]
+        singular = (0, 1) if op.name in ("log", "log2") else (0,)
+        if not any(abs(x - value) < _NEAR for x in ends for value in singular):
+            continue
         (name, code), where = _PROBABILITIES[label.name], label.op.where
         function = "arctanh" if op.name == "atanh" else "logarithm"
         message = f"the {function} of a {name} that is rounded to {label.op.dtype.name} at {where}."

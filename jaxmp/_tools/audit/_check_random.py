@@ -1,4 +1,7 @@
-"""Checks of uniform random numbers in 16 bits: outcomes and orders that are drawn with them."""
+"""Checks of uniform random numbers in 16 bits: outcomes and orders that are drawn with them.
+
+A function of a probability and of constants is followed, too, for its logarithm.
+"""
 
 from __future__ import annotations
 
@@ -12,13 +15,14 @@ import numpy as np
 from jaxmp import _core, _programs
 from jaxmp._tools.audit import _checks, _labels, _origins
 from jaxmp._tools.audit._check_float16 import constant
+from jaxmp._tools.audit._check_losses import LOG_OF_ROUNDED, Probability
 
 RANDOM_16BIT = _checks.Check(
     id="random_16bit",
-    explanation="A uniform random number with 128 (bfloat16) or 1,024 (float16) values is compared"
-    " with a constant or rounded to an integer, and the probability of an outcome is wrong by a"
-    " quarter or more; or it is sorted, and two keys are probably equal. A warning if the constant"
-    " is not known, or if it is 1, to which it may have been rounded.",
+    explanation="A uniform random number with 128 (bfloat16) or 1,024 (float16) values, or one that"
+    " was rounded, is compared with a constant or rounded to an integer, and the probability of an"
+    " outcome is wrong by a quarter or more; or it is sorted, and two keys are probably equal. A"
+    " warning if the constant is not known; a note if it is 1, to which it may have been rounded.",
     fix="is_kept = jax.random.uniform(key, x.shape) < 0.999",
 )
 
@@ -26,18 +30,22 @@ RANDOM_16BIT = _checks.Check(
 # wrong by up to 1/n. The documentation of `jax.random.bernoulli` has the same limit for float32.
 _NOTABLE = 0.25
 # The exact probability is that of as many equal parts of the interval.
-_PARTS = 2**16
+_PARTS = 2**14
 _COMPARISONS = {"lt": np.less, "le": np.less_equal, "gt": np.greater, "ge": np.greater_equal}
 _ROUNDINGS = {"floor": np.floor, "ceil": np.ceil, "round": np.rint}
 _ARITHMETIC = {"add": np.add, "sub": np.subtract, "mul": np.multiply, "div": np.divide}
 _EXACT = {"neg": np.negative, "abs": np.abs, "max": np.maximum, "min": np.minimum}
+_EXACT["clamp"] = lambda low, x, high: np.clip(x, low, high)
 _FUNCTIONS: dict[str, Any] = {"convert_element_type": np.positive} | _EXACT | _ARITHMETIC
 _FUNCTIONS |= _ROUNDINGS | _COMPARISONS
 
 
 @dataclasses.dataclass(eq=False)
 class Draw(_labels.Fact):
-    """Label of a function of a 16-bit uniform random number and of constants."""
+    """Label of a function of a uniform random number and of constants.
+
+    op: draws it, or rounds it to 16 bits. In FP32, it is not reported.
+    """
 
     op: _checks.OpOccurrence
     # The values that it may have, equally probable, and those of a real number; None if unknown.
@@ -46,34 +54,41 @@ class Draw(_labels.Fact):
 
     def report(self, op: _checks.OpOccurrence, message: str, severity: str = "") -> None:
         """Reports an operation that reads it."""
+        if not _core.is_16bit(self.op.dtype):
+            return
         step = f"{2 / _checks.stagnation(self.op.dtype):.2g}"
-        draw = f"a uniform random number in {self.op.dtype.name} is a multiple of {step}"
-        fix = _origins.fix_operation(self.op)
-        op.add(RANDOM_16BIT, f"{draw}{message}.", fix, severity=severity)
+        draw, fix = f"is a multiple of {step}", _origins.fix_operation(self.op)
+        if self.op.name == "convert_element_type":
+            draw, fix = f"was rounded at {self.op.where}", _origins.fix_cast(self.op)
+        message = f"a uniform random number in {self.op.dtype.name} {draw}{message}."
+        op.add(RANDOM_16BIT, message, fix, severity=severity)
 
 
 @RANDOM_16BIT.on_operation("bitcast_convert_type")
 def label_draw(op: _checks.OpOccurrence) -> Draw | None:
     """Labels random bits that become the mantissa of a number from 1 to 2."""
-    maker = op.body.maker(op.operands[0])
-    if not _core.is_16bit(op.dtype) or maker is None or maker.primitive.name != "or":
+    maker, is_16bit = op.body.maker(op.operands[0]), _core.is_16bit(op.dtype)
+    is_float = is_16bit or op.dtype == _core.FLOAT32
+    if not is_float or maker is None or maker.primitive.name != "or":
         return None
     exponent, steps = op.audit.known.value(maker.invars[1]), _checks.stagnation(op.dtype) // 2
-    values = (1 + np.arange(steps) / steps).astype(op.dtype)
-    is_uniform = exponent is not None and np.array_equal(exponent, values[0].view(np.uint16))
-    return Draw(op, (values, 1 + (np.arange(_PARTS) + 0.5) / _PARTS)) if is_uniform else None
+    one, exact = np.ones((), op.dtype), 1 + (np.arange(_PARTS) + 0.5) / _PARTS
+    values = (1 + np.arange(steps) / steps).astype(op.dtype) if is_16bit else exact
+    is_uniform = exponent is not None and np.array_equal(exponent, one.view(exponent.dtype))
+    return Draw(op, (values, exact)) if is_uniform else None
 
 
 @RANDOM_16BIT.on_operation(*_FUNCTIONS)
 def follow_draw(op: _checks.OpOccurrence) -> Draw | None:
     """Labels a function of a random number and of constants, and checks its outcomes."""
-    draws = op.labels(Draw)
-    if len(draws) != 1 or draws[0].values is None:
-        return Draw(draws[0].op) if draws else None
-    (draw,), is_float = draws, op.dtype in _checks.FLOATS
+    draws = sorted(op.labels(Draw), key=lambda draw: not _core.is_16bit(draw.op.dtype))
+    if not draws:
+        return None
+    draw, is_float = draws[0], op.dtype in _checks.FLOATS
+    draw = Draw(op, draw.values) if op.rounded is not None else draw
     known = [each for each in (_values(var, op) for var in op.operands) if each is not None]
-    if len(known) < len(op.operands):
-        if op.name in _COMPARISONS:
+    if len(known) < len(op.operands) or len(draws) > 1:
+        if op.name in _COMPARISONS and draw.values is not None:
             draw.report(op, ", and so is the probability with which it is compared", "warning")
         return Draw(draw.op)
     is_cut = op.name == "convert_element_type" and not is_float
@@ -82,19 +97,44 @@ def follow_draw(op: _checks.OpOccurrence) -> Draw | None:
         low, exact = (function(*each) for each in zip(*known, strict=True))
     if is_float and op.name not in _ROUNDINGS:
         return Draw(draw.op, (low.astype(op.dtype), exact))
-    outcomes, counts = np.unique(exact, return_counts=True)
-    ratios = np.mean(low[:, None] == outcomes, axis=0) * _PARTS / counts
-    worst = np.argmax(np.abs(ratios - 1))
+    is_sign = op.name in _COMPARISONS and not all(np.any(values) for values, _ in known)
+    if is_sign or not _core.is_16bit(draw.op.dtype):
+        return Draw(draw.op)
+    outcomes = np.unique([*low, *exact])
+    each = [(np.searchsorted(np.sort(x), outcomes, "right"), len(x)) for x in (low, exact)]
+    (counts, right) = (np.diff(ends, prepend=0) * (_PARTS / size) for ends, size in each)
+    # The probability of an outcome is known up to half a part.
+    least = np.maximum(right, 0.5)
+    worst = np.argmax(np.abs(counts - right) / least)
     # A probability close to 1 is rounded to 1, but none is rounded to 0.
     ends = known if op.name in _COMPARISONS else [(low, exact)]
-    if len(outcomes) == 1 and all(np.any(values) for values, _ in ends):
-        text = f": this {op.name} has one outcome, as of a probability that is rounded to 1"
-        draw.report(op, text, "warning")
-    elif abs(ratios[worst] - 1) >= _NOTABLE:
-        right = counts[worst] / _PARTS
-        text = f"the probability {right * ratios[worst]:.2g} instead of {right:.2g}"
-        draw.report(op, f": an outcome of this {op.name} has {text}")
+    if len(outcomes) == 1 and all(np.max(values) > 0.5 for values, _ in ends):
+        text = f": this {op.name} has one outcome, as of a probability that is 1 or rounded to 1"
+        draw.report(op, text, _checks.NOTE)
+    elif abs(counts[worst] - right[worst]) >= max(_NOTABLE * least[worst], 1.5):
+        text = f"{counts[worst] / _PARTS:.2g} instead of {right[worst] / _PARTS:.2g}"
+        draw.report(op, f": an outcome of this {op.name} has the probability {text}")
     return Draw(draw.op)
+
+
+@LOG_OF_ROUNDED.on_operation("convert_element_type")
+def label_rounded_draw(op: _checks.OpOccurrence) -> Probability | None:
+    """Labels a uniform random number from 0 to 1 that is rounded, and may become 1."""
+    is_draw = op.rounded is not None and op.labels(Draw, op.operands[0])
+    return Probability(op, "bitcast_convert_type", (0.0, 1.0)) if is_draw else None
+
+
+@LOG_OF_ROUNDED.on_operation(*_FUNCTIONS.keys() - _ROUNDINGS.keys(), passes=_checks.NOT_BACKWARD)
+def follow_probability(op: _checks.OpOccurrence) -> Probability | None:
+    """Labels a function of a probability and of constants, with its values at the ends."""
+    for label in op.labels(Probability)[:1] if op.dtype in _checks.FLOATS else ():
+        values = [[x.ends for x in op.labels(Probability, var)[:1]] for var in op.operands]
+        rows = [*map(lambda own, var: own[0] if own else constant(var, op), values, op.operands)]
+        if None in rows:
+            return label
+        with np.errstate(all="ignore"):
+            return dataclasses.replace(label, ends=tuple(_FUNCTIONS[op.name](*rows)))
+    return None
 
 
 @RANDOM_16BIT.on_operation("sort", "top_k")
@@ -116,6 +156,8 @@ def _values(var: _programs.Atom, op: _checks.OpOccurrence) -> tuple[Any, Any] | 
     if value is None:
         return None
     low = np.asarray(value, _checks.dtype_of(var))
+    if not _core.is_16bit(low.dtype):
+        return low, value
     written = [n.value for n in ast.walk(op.expression.node) if isinstance(n, ast.Constant)]
     floats = (x for x in written if isinstance(x, float) and low == np.asarray(x, low.dtype))
     return low, next(floats, value)

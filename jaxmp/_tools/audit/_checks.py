@@ -126,10 +126,9 @@ class PendingFinding:
     flops: int = 0
     # Bytes that its matmuls read and write.
     bytes: int = 0
-    # Results of the operations, if these are outside of modules and derivatives and read values
-    # that were computed from gradients. Such an operation belongs to the optimizer if a parameter
-    # or the optimizer's state is computed from its result.
-    after_gradient: list[_programs.Atom] = dataclasses.field(default_factory=list)
+    # Results of the operations, if they may be a part of an update; see `Auditor.updates_by`. Such
+    # an operation belongs to the optimizer if parameters or state are computed from its result.
+    of_updates: list[tuple[_programs.Atom, bool]] = dataclasses.field(default_factory=list)
     # FLOPs of the matmuls that it makes wide or larger; infinity for another consequence.
     harmed_flops: float = 0
 
@@ -256,8 +255,8 @@ class OpOccurrence(NamedTuple):
           The finding that the operation is counted in.
         """
         severity = severity or check.severity
-        is_after = self.audit.is_after_gradient(self)
-        key = check.id, severity, self.location.names, self.line, is_after
+        results = self.audit.updates_by(self)
+        key = check.id, severity, self.location.names, self.line, *{after for _, after in results}
         finding = self.findings.by_key.get(key)
         if finding is None:
             finding = PendingFinding(check, severity, self, message, fix or check.fix)
@@ -265,7 +264,7 @@ class OpOccurrence(NamedTuple):
         elif fix and fix not in finding.fix and self.is_forward:
             # Another expression of the line.
             finding.fix = _source.both(finding.fix, fix)
-        finding.after_gradient += self.equation.outvars if is_after else ()
+        finding.of_updates += results
         finding.count += 1
         finding.flops += flops
         finding.bytes += bytes_of_matmul(self) if self.name in _programs.MATMULS else 0

@@ -285,6 +285,29 @@ def _is_neutral(var: _programs.Atom, op: OpOccurrence) -> bool:
     return op.is_backward or is_constant
 
 
+_KEEPS_AXES = LAYOUT - _core.named("reshape broadcast_in_dim squeeze expand_dims transpose")
+_KEEPS_AXES |= _core.named("mul div neg")
+
+
+def sums_examples(op: OpOccurrence) -> bool:
+    """Returns True for a matmul that sums over the leading axes of both operands.
+
+    Such are statistics of a batch or population, as `x.T @ y` and `noise.T @ fitness`. The products
+    of activations and weights sum over the last axis of the activations.
+    """
+    if op.name != "dot_general":
+        return False
+    dot = _programs.dot_of(op.equation)
+    for var, summed, batch in zip(op.operands, dot.contracted, dot.batch, strict=True):
+        makers = filter(None, map(op.body.maker, near(var, op.body, _KEEPS_AXES)))
+        moves = (_programs.dimensions_of(e) for e in makers if e.primitive.name == "transpose")
+        axes = [axis for axis in next(moves, range(var.aval.ndim)) or () if axis is not None]
+        free = {axis for n, axis in enumerate(axes) if n not in (*summed, *batch)}
+        if any(axes[n] > axis for n in summed for axis in free):
+            return False
+    return True
+
+
 # Most values that `near` yields: few operations make a mean, a largest element, or a vector divided
 # by its norm.
 _MOST_STEPS = 32

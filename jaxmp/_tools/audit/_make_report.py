@@ -24,6 +24,7 @@ from jaxmp._tools.audit._check_matmuls import (
 )
 from jaxmp._tools.audit._check_ops import LOSS_16BIT
 from jaxmp._tools.audit._check_speed import WIDE_GATHER
+from jaxmp._tools.audit._labels import REDUCES
 from jaxmp._tools.audit._report import AuditReport
 from jaxmp._tools.audit._rows import SEVERITIES, Finding, MatmulRow, merged
 from jaxmp._tools.fixes import _source, _trial
@@ -37,22 +38,24 @@ def _leave_out_optimizer(auditor: _auditor.Auditor) -> None:
     """Removes the findings of checks that do not apply to the optimizer.
 
     An operation belongs to the optimizer if it reads values that were computed from gradients, and
-    if updated parameters or the optimizer's state are computed from its result. Its matmuls follow
-    the optimizer's precision and not the policies; a note gives their share of the FLOPs.
+    if updated parameters or the optimizer's state are computed from its result, or if its result is
+    a statistic of examples, as of an evolution strategy, that is added to parameters or state. Its
+    matmuls follow the optimizer's precision and not the policies; a note gives their share of the
+    FLOPs.
     """
-    is_suspect = lambda f: f.after_gradient and not f.check.includes_optimizer
+    is_suspect = lambda f: f.of_updates and not f.check.includes_optimizer
     suspects = list(filter(is_suspect, auditor.findings))
-    if not suspects and not auditor.after_gradient:
+    if not suspects and not auditor.of_updates:
         return
-    is_updated = [
-        any(x.has_gradient for x in auditor.flow.labels(_dataflow.Update, var))
-        for var in auditor.results
-    ]
-    search = _Sources()
-    search.run(auditor.program.jaxpr, is_updated)
-    sources = search.found
+    updates = [auditor.flow.labels(_dataflow.Update, var) for var in auditor.results]
+    has_gradient = [any(x.has_gradient for x in row) for row in updates]
+    by_kind = [(True, _Sources(), has_gradient), (False, _Sources(REDUCES), map(bool, updates))]
+    sources: set[tuple[Any, bool]] = set()
+    for is_after, search, is_updated in by_kind:
+        search.run(auditor.program.jaxpr, [*is_updated])
+        sources.update((var, is_after) for var in search.found)
     _note_matmuls(auditor, sources)
-    for finding in (f for f in suspects if not sources.isdisjoint(f.after_gradient)):
+    for finding in (f for f in suspects if not sources.isdisjoint(f.of_updates)):
         auditor.findings.remove(finding)
         if not finding.flops:
             note = f"{finding.check.id} at {finding.op.where} is not reported in the optimizer"
@@ -62,13 +65,14 @@ def _leave_out_optimizer(auditor: _auditor.Auditor) -> None:
 class _Sources(_programs.Backward):
     """Finds the variables at any depth that some results depend on.
 
-    A loop depends on all that its body computes.
+    A loop depends on all that its body computes. Primitives at which the search ends may be named.
     """
 
     nothing = False
 
-    def __init__(self) -> None:
+    def __init__(self, ends: frozenset[str] = frozenset()) -> None:
         self.found: set[Any] = set()
+        self._ends = ends
 
     def equation(self, equation: JaxprEqn, results: list[Any], frame: Frame) -> list[Any]:
         if not any(results):
@@ -76,7 +80,7 @@ class _Sources(_programs.Backward):
         pairs = zip(equation.outvars, results, strict=True)
         self.found.update(var for var, is_needed in pairs if is_needed)
         if not _programs.inners(equation):
-            return [True] * len(equation.invars)
+            return [equation.primitive.name not in self._ends] * len(equation.invars)
         is_loop = _programs.loop_of(equation) is not None
         operands = self.enter(equation, [True] * len(results) if is_loop else results, frame)
         if _programs.form_of(equation) is _programs.Form.BRANCH:
@@ -87,9 +91,9 @@ class _Sources(_programs.Backward):
         return first or second
 
 
-def _note_matmuls(auditor: _auditor.Auditor, sources: set[Any]) -> None:
+def _note_matmuls(auditor: _auditor.Auditor, sources: set[tuple[Any, bool]]) -> None:
     total = sum(flops for flops, _ in auditor.matmuls.values())
-    for where, rows in auditor.after_gradient.items():
+    for where, rows in auditor.of_updates.items():
         flops = sum(flops for results, flops in rows if not sources.isdisjoint(results))
         if flops:
             matmuls = f"the optimizer's matmuls at {where} ({flops / total:.1%} of the FLOPs)"
