@@ -169,6 +169,7 @@ class Auditor:
         # Calls of the matmuls before a backward pass -> True if some are outer products.
         self.matmul_calls: dict[tuple[CodeType, int] | None, bool] = {}
         # (results, FLOPs) of matmuls that may be a part of an update, by line.
+        self.statistics: set[int] = set()
         self.of_updates: defaultdict[str, list[tuple[list[Any], int]]] = defaultdict(list)
 
     @functools.cached_property
@@ -225,7 +226,9 @@ class Auditor:
         is_after = op.location.is_outside and _dataflow.GRADIENT in self.flow.of_all(op.operands)
         is_read = op.location.differentiated and _programs.Use.LOSS in op.use
         is_apart = op.location.is_outside or (op.location.differentiated and not is_read)
-        is_update = is_after or (op.is_forward and is_apart and _dataflow.sums_examples(op))
+        is_statistic = op.is_forward and is_apart and _dataflow.sums_examples(op)
+        self.statistics |= {id(op.equation)} if is_statistic else set()
+        is_update = is_after or is_statistic
         return [(var, is_after) for var in op.equation.outvars] if is_update else []
 
     # -- the walk ---------------------------------------------------------------------------

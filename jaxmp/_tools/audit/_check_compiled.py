@@ -119,6 +119,11 @@ def check_layers(op: OpOccurrence, matmul: _programs.Matmul, flops: int) -> None
         _note_tokens(op)
     if not (_core.is_16bit(matmul.lhs) and _core.is_16bit(matmul.rhs)):
         return
+    casts = filter(None, map(op.body.maker, op.operands[:2]))
+    is_by_autocast = any(_programs.AUTOCAST in str(e.source_info.name_stack) for e in casts)
+    if is_by_autocast and op.use & (_programs.Use.SOFTMAX | _programs.Use.ORDER):
+        op.audit.notes[f"autocast leaves the logits at {op.where} in 16 bits, not FP8"] = None
+        return
     form, reason = _fp8_forms.excluded_form(op.equation)
     fix, context = _exclude(op), op.audit.context
     if form == _fp8_forms.FORMS["dot_general"][0] and not op.labels(From, *op.operands[:2]):
@@ -148,9 +153,12 @@ def _note_tokens(op: OpOccurrence) -> tuple[int, int]:
 
 
 def _exclude(op: OpOccurrence) -> str:
-    path = op.rule_path
+    path = op.rule_path if op.location.names else "excluded"
     code = op.audit.context.with_rule(f"jaxmp.Rule({path!r}, 'matmul=default')")
-    return f"Exclude the module by a rule:\n    {code}"
+    if op.location.names:
+        return f"Exclude the module by a rule:\n    {code}"
+    scope = "    with jax.named_scope('excluded'):\n        y = x @ w"
+    return f"Give the matmul a scope, and exclude it by a rule:\n{scope}\n    {code}"
 
 
 # A note and not a warning, because there is nothing to correct.

@@ -212,7 +212,8 @@ MIXED_OPERANDS = Check(
 def check_operands(op: OpOccurrence, matmul: _programs.Matmul, flops: int) -> None:
     """Reports operands of two dtypes."""
     dtypes = matmul.lhs, matmul.rhs
-    is_float = bool(_checks.FLOATS & set(dtypes))
+    # No complex matmul runs in 16 bits.
+    is_float = bool(_checks.FLOATS & set(dtypes)) and "c" not in (x.kind for x in dtypes)
     if dtypes[0] == dtypes[1] or not is_float or _is_fp32_by_design(op, matmul):
         return
     narrow, wide = sorted(dtypes, key=lambda dtype: dtype.itemsize)
@@ -240,7 +241,12 @@ def check_fp32(op: OpOccurrence, matmul: _programs.Matmul, flops: int) -> None:
     if _is_router(op):
         op.audit.notes[f"the FP32 matmul at {op.where} chooses experts or classes"] = None
     elif not allowed and _programs.FULL_PRECISION not in op.location.names:
-        if _labels.WAS_16_BITS in op.audit.flow.of_all(op.operands[:2]):
+        was_16_bits = _labels.WAS_16_BITS in op.audit.flow.of_all(op.operands[:2])
+        call, calls = _programs.call_site(op.equation), op.audit.collected[_labels.WideValue]
+        calls += [(call, was_16_bits)] * op.is_forward
+        # The cotangent of a layer in FP32 is cast up where its result was cast to 16 bits.
+        is_by_author = (call, False) in calls and (call, True) not in calls
+        if was_16_bits and (op.is_forward or not is_by_author):
             _report_fp32(op, "", flops)
     elif allowed and _core.FLOAT32 not in allowed:
         _report_fp32(op, min(dtype.name for dtype in allowed), flops)

@@ -14,7 +14,7 @@ from jax.extend.core import JaxprEqn
 from jaxmp import _core, _programs
 from jaxmp._core._compat import _watch_jit
 from jaxmp._policies import _load, _patterns, _policy, _resolve
-from jaxmp._programs import Frame
+from jaxmp._programs import MATMULS, Frame
 from jaxmp._tools.audit import _auditor, _checks, _compile, _dataflow, _hlo_stats
 from jaxmp._tools.audit._check_matmuls import (
     FP32_MATMUL,
@@ -38,10 +38,10 @@ def _leave_out_optimizer(auditor: _auditor.Auditor) -> None:
     """Removes the findings of checks that do not apply to the optimizer.
 
     An operation belongs to the optimizer if it reads values that were computed from gradients, and
-    if updated parameters or the optimizer's state are computed from its result, or if its result is
-    a statistic of examples, as of an evolution strategy, that is added to parameters or state. Its
-    matmuls follow the optimizer's precision and not the policies; a note gives their share of the
-    FLOPs.
+    if updated parameters or the optimizer's state are computed from its result; or if its result is
+    a statistic of examples, as of an evolution strategy, and parameters or state are computed from
+    it without a further sum, such as that of a loss. Its matmuls follow the optimizer's precision
+    and not the policies; a note gives their share of the FLOPs.
     """
     is_suspect = lambda f: f.of_updates and not f.check.includes_optimizer
     suspects = list(filter(is_suspect, auditor.findings))
@@ -49,10 +49,14 @@ def _leave_out_optimizer(auditor: _auditor.Auditor) -> None:
         return
     updates = [auditor.flow.labels(_dataflow.Update, var) for var in auditor.results]
     has_gradient = [any(x.has_gradient for x in row) for row in updates]
-    by_kind = [(True, _Sources(), has_gradient), (False, _Sources(REDUCES), map(bool, updates))]
+    sums = lambda e: id(e) in auditor.statistics or e.primitive.name in REDUCES.difference(MATMULS)
+    by_kind = [
+        (True, _Sources(), has_gradient),
+        (False, _Sources(sums), _are_state(auditor, updates)),
+    ]
     sources: set[tuple[Any, bool]] = set()
     for is_after, search, is_updated in by_kind:
-        search.run(auditor.program.jaxpr, [*is_updated])
+        search.run(auditor.program.jaxpr, is_updated)
         sources.update((var, is_after) for var in search.found)
     _note_matmuls(auditor, sources)
     for finding in (f for f in suspects if not sources.isdisjoint(f.of_updates)):
@@ -62,17 +66,26 @@ def _leave_out_optimizer(auditor: _auditor.Auditor) -> None:
             auditor.notes[note] = None
 
 
+def _are_state(auditor: _auditor.Auditor, updates: list[Any]) -> list[bool]:
+    """Returns True for results that update an argument, or replace the one of the same key."""
+    traced = auditor.traced
+    keys = {leaf.path[2:] for leaf in traced.leaves} - {()}
+    paths = [path for path, _ in traced.results]
+    flags = [path in keys or path[1:] in keys for path in paths] + [True] * len(traced.written)
+    return [bool(row) or flag for row, flag in zip(updates, flags, strict=True)]
+
+
 class _Sources(_programs.Backward):
     """Finds the variables at any depth that some results depend on.
 
-    A loop depends on all that its body computes. Primitives at which the search ends may be named.
+    A loop depends on all that its body computes. The search ends at equations of `is_end`.
     """
 
     nothing = False
 
-    def __init__(self, ends: frozenset[str] = frozenset()) -> None:
+    def __init__(self, is_end: Callable[[JaxprEqn], bool] = lambda _: False) -> None:
         self.found: set[Any] = set()
-        self._ends = ends
+        self._is_end = is_end
 
     def equation(self, equation: JaxprEqn, results: list[Any], frame: Frame) -> list[Any]:
         if not any(results):
@@ -80,7 +93,7 @@ class _Sources(_programs.Backward):
         pairs = zip(equation.outvars, results, strict=True)
         self.found.update(var for var, is_needed in pairs if is_needed)
         if not _programs.inners(equation):
-            return [equation.primitive.name not in self._ends] * len(equation.invars)
+            return [not self._is_end(equation)] * len(equation.invars)
         is_loop = _programs.loop_of(equation) is not None
         operands = self.enter(equation, [True] * len(results) if is_loop else results, frame)
         if _programs.form_of(equation) is _programs.Form.BRANCH:
