@@ -14,9 +14,10 @@ from jaxmp._tools.audit import _auditor, _check_ops, _checks, _dataflow, _labels
 
 ROUNDED_INPUT = _checks.Check(
     id="rounded_input",
-    explanation="An FP32 argument, frequency or table is rounded to 16 bits before its sine,"
-    " cosine, complex exponential, arccos, arctanh or a root, logarithm or arccosh of 1 - x or"
-    " 1 - x**2 is computed: a time step of 257 becomes 256 in bfloat16.",
+    explanation="An FP32 or int32 argument, frequency or table is rounded to 16 bits before its"
+    " sine, cosine, complex exponential, arccos, arctanh or a root, logarithm or arccosh of 1 - x or"
+    " 1 - x**2, or a fraction, or a difference of elements that a root, logarithm or quotient reads,"
+    " is computed: a time step of 257 becomes 256 in bfloat16.",
     fix="jaxmp.Rule('', keep_inputs=['t'])",
 )
 
@@ -50,6 +51,21 @@ def check_rounding(op: _checks.OpOccurrence) -> None:
             rule = _keep_input("", value.op.dtype.name, op)
         value.remedy = rule or value.remedy
         value.report(f", and its {op.name} is computed at {op.where}")
+
+
+@ROUNDED_INPUT.on_operation("sub")
+def check_difference(op: _checks.OpOccurrence) -> None:
+    """Reports small differences of a rounded argument: of points or times, or a fraction."""
+    values, floor = op.operands, op.made_by(op.operands[1], _checks.LAYOUT)
+    is_fraction = floor is not None and floor.name == "floor"
+    others = floor.operands if floor is not None and is_fraction else values[1:]
+    is_small = is_fraction or _programs.Use.MAGNIFIED in op.use
+    for label in op.labels(_labels.RoundedInput, values[0]) if is_small else ():
+        if label in op.labels(_labels.RoundedInput, *others) and values[0] is not values[1]:
+            message = f"argument {label.input.location} is rounded to {label.dtype} before a small"
+            message += " difference of its elements or a fraction."
+            fix = _keep_input(label.input.name, label.dtype, op) or _origins.fix_rounding(op)
+            op.add(ROUNDED_INPUT, message, fix or _origins.fix_operation(op))
 
 
 def _phases(op: _checks.OpOccurrence) -> list[_programs.Atom]:

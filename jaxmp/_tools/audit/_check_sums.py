@@ -207,6 +207,16 @@ def _is_after_gradient(op: OpOccurrence) -> bool:
     return op.is_forward and not op.location.differentiated
 
 
+@_check_ops.REDUCTION_16BIT.on_operation(*_programs.CALLS)
+def check_cumulation(op: OpOccurrence) -> None:
+    """Reports a cumulative product in 16 bits that is differentiated, and becomes single products."""
+    name, dtype = _programs.name_of(op.equation), _checks.half_of(op.equation.outvars)
+    is_cumulation = name in _IN_CHUNKS and not _dataflow.contains([op.equation], {name})
+    if dtype is not None and is_cumulation:
+        fix = _origins.fix_operation(op, dtype.name)
+        op.add(_check_ops.REDUCTION_16BIT, f"{name} accumulates in {dtype.name}.", fix)
+
+
 @_check_ops.ACCUMULATOR_16BIT.on_operation("add")
 def check_associative_scan(op: OpOccurrence) -> None:
     """Reports `lax.associative_scan` with sums in 16 bits, which JAX traces as single additions."""

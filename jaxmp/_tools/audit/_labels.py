@@ -13,6 +13,8 @@ import math
 from collections.abc import Callable, Hashable, Iterable
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
+import jax.numpy as jnp
+
 from jaxmp import _core, _programs
 from jaxmp._core import _compat
 from jaxmp._policies import _op_table
@@ -82,7 +84,7 @@ class Fact:
 
 @dataclasses.dataclass(frozen=True)
 class FloatInput(Fact):
-    """Label of an FP32 argument of the program whose elements were only moved."""
+    """Label of an FP32 or int32 argument of the program whose elements were only moved."""
 
     name: str
     # Its key path among the arguments.
@@ -106,7 +108,7 @@ class Summand(Fact):
 
 @dataclasses.dataclass(frozen=True)
 class RoundedInput(Fact):
-    """Label of an FP32 argument that was rounded to 16 bits and only shifted or scaled since.
+    """Label of an argument that was rounded to 16 bits and only shifted or scaled since.
 
     product: the matmul of its coordinates and frequencies; None without one.
     """
@@ -359,7 +361,7 @@ def _after_cast(labels: Labels, equation: _programs.Equation) -> Labels:
     source, target = _checks.dtype_of(equation.invars[0]), _checks.dtype_of(equation.outvars[0])
     if target == _core.FLOAT32 and _core.is_16bit(source):
         return labels | {WAS_16_BITS}
-    if source == _core.FLOAT32 and _core.is_16bit(target):
+    if source in (_core.FLOAT32, jnp.int32) and _core.is_16bit(target):
         rounded = lambda x: RoundedInput(x, target.name) if isinstance(x, FloatInput) else x
         return frozenset(map(rounded, labels))
     if _core.is_fp8(source) and not _core.is_fp8(target):

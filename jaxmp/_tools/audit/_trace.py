@@ -118,13 +118,13 @@ class Traced:
         return f"loss, grads = jaxmp.value_and_grad(loss_fn, loss_scale={scale})(params)"
 
     def inputs(self) -> list[tuple[FloatInput, _programs.Atom]]:
-        """Returns the FP32 arguments that are not part of a model's state, and their variables."""
+        """Returns the FP32 and int32 arguments that are no state of a model, and their variables."""
         nodes = jtu.tree_flatten_with_path(self.arguments, is_leaf=_is_state)[0]
         outside = {path for path, _ in nodes}
         inputs = []
         for leaf, var in zip(self.leaves, self.variables, strict=True):
             is_input = leaf.path in outside and leaf.role == _roles.OTHER
-            if is_input and _core.dtype_of(leaf.value) == _core.FLOAT32:
+            if is_input and str(_core.dtype_of(leaf.value)) in ("float32", "int32"):
                 # The first key distinguishes positional from keyword arguments.
                 first, *rest = leaf.path[1:]
                 names = [self.text_of((first,)), *_core.path_names(tuple(rest))]
