@@ -536,6 +536,31 @@ def test_a_rounded_random_number_before_a_logarithm(dtypes):
     assert error.fix.endswith("jax.random.uniform(key, (8,), jnp.float32)") or dtypes[0] == F32
 
 
+def own_layer(x, n):
+    """An FP32 layer of the author, whose cotangent is cast up from 16 bits."""
+    loss_fn = lambda x: loss(x, (x @ x.T @ x).astype(BF16))
+    return jax.grad(loss_fn)(x)
+
+
+@pytest.mark.parametrize(
+    ("fn", "names"),
+    [
+        (lambda x, n: jnp.log(jnp.diff(x.astype(BF16)).astype(F32)), {"rounded_input": 1}),
+        (lambda x, n: x.astype(BF16) - jnp.floor(x.astype(BF16)), {"rounded_input": 1}),
+        (lambda x, n: jnp.sin(n.astype(BF16).astype(F32)), {"rounded_input": 1}),
+        (
+            lambda x, n: jax.grad(lambda x: F32(jnp.cumprod(BF16(x[0]))).sum())(x),
+            {"reduction_16bit": 1},
+        ),
+        (lambda x, n: jnp.square(jnp.diff(x.astype(BF16)).astype(F32)), {}),
+        (lambda x, n: x @ (1j * x), {}),
+        (own_layer, {}),
+    ],
+)
+def test_arguments_layers_and_products_in_16_bits(fn, names):
+    assert checks(fn, W, jax.ShapeDtypeStruct((16,), jnp.int32)) == names
+
+
 KEPT = 0.999
 
 

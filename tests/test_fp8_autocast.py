@@ -337,6 +337,13 @@ def test_an_audit_names_what_stays_in_16_bits():
     report = jaxmp.audit(jax.grad(fn), W1, X, recipe=POLICY)
     finding = the_only(report.findings, "not_fp8")
     assert "N = 10 is not a multiple of 16" in finding.message
+    # A rule for the root would exclude all matmuls of a function without scopes.
+    scope, _, rule = finding.fix.splitlines()[1:]
+    assert "with jax.named_scope('excluded')" in scope and "jaxmp.Rule('excluded'," in rule
+    head = autocast(lambda w, x: jax.nn.log_softmax(x @ w @ w).sum(), POLICY)
+    assert (
+        jaxmp.audit(jax.grad(head), W1[: len(X[0]), : len(X[0])], X, recipe=POLICY).findings == ()
+    )
 
 
 # ---------------------------------------------------------------------------

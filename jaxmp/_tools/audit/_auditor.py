@@ -168,8 +168,9 @@ class Auditor:
         self.matmul_bytes = 0
         # Calls of the matmuls before a backward pass -> True if some are outer products.
         self.matmul_calls: dict[tuple[CodeType, int] | None, bool] = {}
-        # (results, FLOPs) of matmuls that may be a part of an update, by line.
+        # The ids of matmuls that sum over examples, outside of what a loss reads.
         self.statistics: set[int] = set()
+        # (results, FLOPs) of matmuls that may be a part of an update, by line.
         self.of_updates: defaultdict[str, list[tuple[list[Any], int]]] = defaultdict(list)
 
     @functools.cached_property
@@ -224,12 +225,13 @@ class Auditor:
           (result, False) for statistics of examples that no loss reads.
         """
         is_after = op.location.is_outside and _dataflow.GRADIENT in self.flow.of_all(op.operands)
-        is_read = op.location.differentiated and _programs.Use.LOSS in op.use
-        is_apart = op.location.is_outside or (op.location.differentiated and not is_read)
-        is_statistic = op.is_forward and is_apart and _dataflow.sums_examples(op)
-        self.statistics |= {id(op.equation)} if is_statistic else set()
-        is_update = is_after or is_statistic
-        return [(var, is_after) for var in op.equation.outvars] if is_update else []
+        is_unread = op.location.differentiated and _programs.Use.LOSS not in op.use
+        is_apart = op.is_forward and (op.location.is_outside or is_unread)
+        if is_apart and _dataflow.sums_examples(op):
+            self.statistics.add(id(op.equation))
+        elif not is_after:
+            return []
+        return [(var, is_after) for var in op.equation.outvars]
 
     # -- the walk ---------------------------------------------------------------------------
 

@@ -14,10 +14,9 @@ from jaxmp._tools.audit import _auditor, _check_ops, _checks, _dataflow, _labels
 
 ROUNDED_INPUT = _checks.Check(
     id="rounded_input",
-    explanation="An FP32 or int32 argument, frequency or table is rounded to 16 bits before its"
-    " sine, cosine, complex exponential, arccos, arctanh or a root, logarithm or arccosh of 1 - x or"
-    " 1 - x**2, or a fraction, or a difference of elements that a root, logarithm or quotient reads,"
-    " is computed: a time step of 257 becomes 256 in bfloat16.",
+    explanation="An argument, frequency or table is rounded to 16 bits before its sine, cosine,"
+    " complex exponential, arccos, arctanh, fraction, small difference, or a root, logarithm or"
+    " arccosh of 1 - x or 1 - x**2 is computed: a time step of 257 becomes 256 in bfloat16.",
     fix="jaxmp.Rule('', keep_inputs=['t'])",
 )
 

@@ -210,9 +210,8 @@ MIXED_OPERANDS = Check(
 
 @MIXED_OPERANDS.on(_checks.MATMUL)
 def check_operands(op: OpOccurrence, matmul: _programs.Matmul, flops: int) -> None:
-    """Reports operands of two dtypes."""
+    """Reports operands of two dtypes. Complex matmuls have no form in 16 bits."""
     dtypes = matmul.lhs, matmul.rhs
-    # No complex matmul runs in 16 bits.
     is_float = bool(_checks.FLOATS & set(dtypes)) and "c" not in (x.kind for x in dtypes)
     if dtypes[0] == dtypes[1] or not is_float or _is_fp32_by_design(op, matmul):
         return

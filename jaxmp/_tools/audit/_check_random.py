@@ -81,11 +81,13 @@ def label_draw(op: _checks.OpOccurrence) -> Draw | None:
 @RANDOM_16BIT.on_operation(*_FUNCTIONS)
 def follow_draw(op: _checks.OpOccurrence) -> Draw | None:
     """Labels a function of a random number and of constants, and checks its outcomes."""
-    draws = sorted(op.labels(Draw), key=lambda draw: not _core.is_16bit(draw.op.dtype))
+    draws, is_float = op.labels(Draw), op.dtype in _checks.FLOATS
     if not draws:
         return None
-    draw, is_float = draws[0], op.dtype in _checks.FLOATS
-    draw = Draw(op, draw.values) if op.rounded is not None else draw
+    draw = next((x for x in draws if _core.is_16bit(x.op.dtype)), draws[0])
+    if op.rounded is not None:
+        draw = Draw(op, draw.values)
+        op.mark(Probability(op, "bitcast_convert_type", (0.0, 1.0)))  # It may become 1.
     known = [each for each in (_values(var, op) for var in op.operands) if each is not None]
     if len(known) < len(op.operands) or len(draws) > 1:
         if op.name in _COMPARISONS and draw.values is not None:
@@ -117,23 +119,15 @@ def follow_draw(op: _checks.OpOccurrence) -> Draw | None:
     return Draw(draw.op)
 
 
-@LOG_OF_ROUNDED.on_operation("convert_element_type")
-def label_rounded_draw(op: _checks.OpOccurrence) -> Probability | None:
-    """Labels a uniform random number from 0 to 1 that is rounded, and may become 1."""
-    is_draw = op.rounded is not None and op.labels(Draw, op.operands[0])
-    return Probability(op, "bitcast_convert_type", (0.0, 1.0)) if is_draw else None
-
-
 @LOG_OF_ROUNDED.on_operation(*_FUNCTIONS.keys() - _ROUNDINGS.keys(), passes=_checks.NOT_BACKWARD)
 def follow_probability(op: _checks.OpOccurrence) -> Probability | None:
     """Labels a function of a probability and of constants, with its values at the ends."""
     for label in op.labels(Probability)[:1] if op.dtype in _checks.FLOATS else ():
-        values = [[x.ends for x in op.labels(Probability, var)[:1]] for var in op.operands]
-        rows = [*map(lambda own, var: own[0] if own else constant(var, op), values, op.operands)]
-        if None in rows:
-            return label
+        ends = lambda var: next((x.ends for x in op.labels(Probability, var)), constant(var, op))
+        rows = list(map(ends, op.operands))
         with np.errstate(all="ignore"):
-            return dataclasses.replace(label, ends=tuple(_FUNCTIONS[op.name](*rows)))
+            new = label.ends if None in rows else tuple(_FUNCTIONS[op.name](*rows))
+        return dataclasses.replace(label, ends=new)
     return None
 
 

@@ -209,12 +209,15 @@ def _is_after_gradient(op: OpOccurrence) -> bool:
 
 @_check_ops.REDUCTION_16BIT.on_operation(*_programs.CALLS)
 def check_cumulation(op: OpOccurrence) -> None:
-    """Reports a cumulative product in 16 bits that is differentiated, and becomes single products."""
+    """Reports a cumulative product in 16 bits whose derivative consists of single products."""
     name, dtype = _programs.name_of(op.equation), _checks.half_of(op.equation.outvars)
     is_cumulation = name in _IN_CHUNKS and not _dataflow.contains([op.equation], {name})
     if dtype is not None and is_cumulation:
-        fix = _origins.fix_operation(op, dtype.name)
-        op.add(_check_ops.REDUCTION_16BIT, f"{name} accumulates in {dtype.name}.", fix)
+        message, fix = (
+            f"{name} accumulates in {dtype.name}.",
+            _origins.fix_operation(op, dtype.name),
+        )
+        op.add(_check_ops.REDUCTION_16BIT, message, fix)
 
 
 @_check_ops.ACCUMULATOR_16BIT.on_operation("add")

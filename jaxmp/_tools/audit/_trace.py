@@ -118,7 +118,7 @@ class Traced:
         return f"loss, grads = jaxmp.value_and_grad(loss_fn, loss_scale={scale})(params)"
 
     def inputs(self) -> list[tuple[FloatInput, _programs.Atom]]:
-        """Returns the FP32 and int32 arguments that are no state of a model, and their variables."""
+        """Returns the FP32 and int32 arguments that are no model's state, and their variables."""
         nodes = jtu.tree_flatten_with_path(self.arguments, is_leaf=_is_state)[0]
         outside = {path for path, _ in nodes}
         inputs = []
