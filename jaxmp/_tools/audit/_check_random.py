@@ -19,10 +19,10 @@ from jaxmp._tools.audit._check_losses import LOG_OF_ROUNDED, Probability
 
 RANDOM_16BIT = _checks.Check(
     id="random_16bit",
-    explanation="A uniform random number with 128 (bfloat16) or 1,024 (float16) values, or one that"
-    " was rounded, is compared with a constant or rounded to an integer, and the probability of an"
+    explanation="A uniform random number with 128 (bfloat16) or 1,024 (float16) values, or a"
+    " rounded one, is compared with a constant or rounded to an integer, and the probability of an"
     " outcome is wrong by a quarter or more; or it is sorted, and two keys are probably equal. A"
-    " warning if the constant is not known; a note if it is 1, to which it may have been rounded.",
+    " warning if the constant is not known; a note if it is 1.",
     fix="is_kept = jax.random.uniform(key, x.shape) < 0.999",
 )
 
