@@ -536,29 +536,23 @@ def test_a_rounded_random_number_before_a_logarithm(dtypes):
     assert error.fix.endswith("jax.random.uniform(key, (8,), jnp.float32)") or dtypes[0] == F32
 
 
-def own_layer(x, n):
+def own_layer(x):
     """An FP32 layer of the author, whose cotangent is cast up from 16 bits."""
-    loss_fn = lambda x: loss(x, (x @ x.T @ x).astype(BF16))
-    return jax.grad(loss_fn)(x)
+    return jax.grad(lambda x: loss(x, (x @ x.T @ x).astype(BF16)))(x)
 
 
 @pytest.mark.parametrize(
     ("fn", "names"),
     [
-        (lambda x, n: jnp.log(jnp.diff(x.astype(BF16)).astype(F32)), {"rounded_input": 1}),
-        (lambda x, n: x.astype(BF16) - jnp.floor(x.astype(BF16)), {"rounded_input": 1}),
-        (lambda x, n: jnp.sin(n.astype(BF16).astype(F32)), {"rounded_input": 1}),
-        (
-            lambda x, n: jax.grad(lambda x: F32(jnp.cumprod(BF16(x[0]))).sum())(x),
-            {"reduction_16bit": 1},
-        ),
-        (lambda x, n: jnp.square(jnp.diff(x.astype(BF16)).astype(F32)), {}),
-        (lambda x, n: x @ (1j * x), {}),
-        (own_layer, {}),
+        (lambda x, n: jnp.log(F32(jnp.diff(BF16(x)))), ["rounded_input"]),
+        (lambda x, n: BF16(x) - jnp.floor(BF16(x)), ["rounded_input"]),
+        (lambda x, n: jnp.sin(F32(BF16(n))), ["rounded_input"]),
+        (lambda x, n: jax.grad(lambda x: jnp.cumprod(BF16(x)).sum())(x[0]), ["reduction_16bit"]),
+        (lambda x, n: (F32(jnp.diff(BF16(x))) ** 2, x @ (1j * x), own_layer(x)), []),
     ],
 )
 def test_arguments_layers_and_products_in_16_bits(fn, names):
-    assert checks(fn, W, jax.ShapeDtypeStruct((16,), jnp.int32)) == names
+    assert list(checks(fn, W, jax.ShapeDtypeStruct((16,), jnp.int32))) == names
 
 
 KEPT = 0.999
@@ -576,15 +570,11 @@ KEPT = 0.999
         # The constant is rounded before it is compared. It may also be 1.
         (lambda u: jnp.floor(KEPT + u(8, BF16)), ["note"]),
         (lambda u: u(8).astype(BF16) < 0.999, ["error"]),
-        (lambda u: jnp.floor(0.99 + u(8).astype(F16)), []),
         (lambda u: u(8).astype(BF16) < u(()).astype(BF16), ["warning"]),
-        (lambda u: (u(8).astype(BF16) < 1e-5, u(8) < 1.0, u(8, BF16) > 0), []),
         (lambda u: u(8, BF16) < u((), F32).astype(BF16), ["warning"]),
-        (lambda u: u(8, BF16) < 0.9, []),
-        (lambda u: u(8, F16) < 0.999, []),
-        (lambda u: jax.nn.leaky_relu(u(8, BF16)), []),
-        (lambda u: jnp.argsort(u((8, 196), BF16), axis=0), []),
-        (lambda u: jnp.floor(u(8, BF16) * 10), []),
+        (lambda u: (u(8).astype(BF16) < 1e-5, u(8) < 1.0, u(8, BF16) > 0, u(8, F16) < 0.999), []),
+        (lambda u: (jnp.floor(0.99 + u(8).astype(F16)), jnp.floor(u(8, BF16) * 10)), []),
+        (lambda u: (jax.nn.leaky_relu(u(8, BF16)), jnp.argsort(u((8, 196), BF16), axis=0)), []),
     ],
 )
 def test_outcomes_of_random_numbers(fn, severities):

@@ -124,7 +124,9 @@ class Traced:
         inputs = []
         for leaf, var in zip(self.leaves, self.variables, strict=True):
             is_input = leaf.path in outside and leaf.role == _roles.OTHER
-            if is_input and str(_core.dtype_of(leaf.value)) in ("float32", "int32"):
+            # Checks of integers follow scalars, such as steps.
+            dtypes = ("float32", "int32") if var.aval.size > 1 else ("float32",)
+            if is_input and str(_core.dtype_of(leaf.value)) in dtypes:
                 # The first key distinguishes positional from keyword arguments.
                 first, *rest = leaf.path[1:]
                 names = [self.text_of((first,)), *_core.path_names(tuple(rest))]
