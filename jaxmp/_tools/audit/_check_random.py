@@ -72,9 +72,9 @@ def label_draw(op: _checks.OpOccurrence) -> Draw | None:
     if not is_float or maker is None or maker.primitive.name != "or":
         return None
     exponent, steps = op.audit.known.value(maker.invars[1]), _checks.stagnation(op.dtype) // 2
-    one, exact = np.ones((), op.dtype), 1 + (np.arange(_PARTS) + 0.5) / _PARTS
+    unit, exact = np.ones((), op.dtype), 1 + (np.arange(_PARTS) + 0.5) / _PARTS
     values = (1 + np.arange(steps) / steps).astype(op.dtype) if is_16bit else exact
-    is_uniform = exponent is not None and np.array_equal(exponent, one.view(exponent.dtype))
+    is_uniform = exponent is not None and np.array_equal(exponent, unit.view(exponent.dtype))
     return Draw(op, (values, exact)) if is_uniform else None
 
 
