@@ -703,39 +703,6 @@ def test_a_rule_of_a_fix_names_all_modules_without_other_scopes(wide, path):
     assert not errors(scope["recipe"])
 
 
-class Field(nn.Module):
-    @nn.compact
-    def __call__(self, coordinates):
-        return nn.Dense(16)(jnp.stack([jnp.sin(3 * row) for row in coordinates.T], -1))
-
-
-class Fourier(nn.Module):
-    @nn.compact
-    def __call__(self, coordinates):
-        return nn.Dense(16)(jnp.sin(3 * nn.Dense(64, name="frequencies")(coordinates)))
-
-
-@pytest.mark.parametrize(
-    "model, computed",
-    [(Field(), lambda array: array), (Field(), lambda array: 100 * array), (Fourier(), jnp.copy)],
-)
-def test_the_rule_of_a_rounded_argument_has_its_name_in_the_model(model, computed):
-    """The model reads an argument of the loss, or an array that is computed from it."""
-    points, recipe = jnp.ones((4, 2)), jaxmp.load_recipe("bf16")
-    params, plain = model.init(jax.random.key(0), points), model
-
-    def report(recipe):
-        model = recipe.wrap(plain)
-        fn = lambda params, batch: model.apply(params, computed(batch["points"]))
-        loss = lambda params, batch: (fn(params, batch) ** 2).mean()
-        return jaxmp.audit(jax.grad(loss), params, {"points": points}, recipe=recipe)
-
-    fix = the_only(report(recipe).errors, "rounded_input").fix
-    names = {"recipe": recipe, "jaxmp": jaxmp}
-    exec(fix.split("\n")[1].strip(), names)
-    assert report(names["recipe"]).ok
-
-
 class Logs(nn.Module):
     @nn.compact
     def __call__(self, x):

@@ -172,7 +172,7 @@ def test_the_head_of_a_model_needs_no_name():
     rows = jaxmp.explain(lambda p, x: cross_entropy(Head().apply(p, x)), "bf16")(params, X)
     assert [r.reason.partition("; ")[2] for r in rows.autocast.rows] == [
         "",
-        "FP32 result: a softmax or another sum of exponentials reads its result",
+        "FP32 result: a softmax or another sum of exponentials reads the value",
     ]
 
 
@@ -183,7 +183,7 @@ def test_a_softmax_and_a_router_stay_out_of_fp8():
     assert [row.exclusion_reason for row in rows.fp8.rows] == [
         "",
         "",
-        "a softmax or another sum of exponentials reads its result",
+        "a softmax or another sum of exponentials reads the value",
     ]
 
 

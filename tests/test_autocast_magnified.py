@@ -140,7 +140,7 @@ def test_the_explanation_names_a_factorization_as_the_reason(factorize):
     layer, gram = jaxmp.explain(fn, "bf16")(W).autocast.rows[:2]
     assert (layer.dtype, layer.shapes) == ("bfloat16", ((6, 4), (4, 32)))
     assert (gram.dtype, gram.shapes) == ("float32", ((6, 32), (32, 6)))
-    assert gram.reason == "a factorization or a solve reads its result"
+    assert gram.reason == "a factorization or a solve reads the value"
 
 
 # ---------------------------------------------------------------------------

@@ -15,6 +15,7 @@ import jaxmp
 from grids import EXPENSIVE, fast_cases
 from jaxmp import Policy, PolicyMap, Rule, get_policy, load_recipe
 from jaxmp.errors import PolicyError, RecipeError, RuleError
+from programs import dtypes, trace
 
 MIXED = "p=f32,c=bf16,o=f32"
 # 257 is 256 in bfloat16.
@@ -314,13 +315,10 @@ class MovedModel(nn.Module):
         return LinenEmbedding(name="emb")(c[:, None])
 
 
-def test_a_reshaped_input_is_kept_by_its_name():
-    rounded = sinusoid(T.astype("bfloat16").astype("float32"))
-    kept = PolicyMap(MIXED, [Rule("", keep_inputs=["c"]), *UNCAST.rules])
-    for policies, expected in ((UNCAST, rounded), (kept, EXACT)):
-        model = linen_function(MovedModel(), policies)
-        np.testing.assert_allclose(model(T), expected, atol=1e-5)
-        np.testing.assert_allclose(jax.jit(model)(T), expected, atol=1e-5)
+def test_a_reshaped_input_is_kept():
+    model = linen_function(MovedModel())
+    np.testing.assert_allclose(model(T), EXACT, atol=1e-5)
+    np.testing.assert_allclose(jax.jit(model)(T), EXACT, atol=1e-5)
 
 
 def test_boundaries_within_boundaries():
@@ -374,53 +372,149 @@ def test_an_input_that_is_kept_below_a_module_that_cast_it():
 
 
 # ---------------------------------------------------------------------------
+# Arguments and parameters that decide something
+# ---------------------------------------------------------------------------
+
+# Points with small distances, and the rows of a table between them.
+Z = 20 + 0.01 * jax.random.normal(jax.random.key(1), (16, 3))
+TABLE = Z + 0.002 * jax.random.normal(jax.random.key(2), (16, 3))
+
+
+def squares(a, b):
+    return jnp.square(a[:, None] - b[None]).sum(-1)
+
+
+def products(a, b):
+    """Squared distances by a matmul."""
+    return jnp.square(a).sum(-1)[:, None] + jnp.square(b).sum(-1)[None] - 2 * a @ b.T
+
+
+# Functions of points, of a table with one point for each, and of a layer with 8 outputs.
+READS = {
+    "sine": lambda z, table, layer: jnp.sin(z * 9),
+    "frequencies": lambda z, table, layer: jnp.cos(z * table),
+    "layer": lambda z, table, layer: jnp.sin(30 * layer(z)),
+    "neighbours": lambda z, table, layer: jax.lax.top_k(-jnp.sqrt(squares(z, z)), 3)[1],
+    "matmul": lambda z, table, layer: jnp.exp(-1e4 * products(z - 20, z - 20)),
+    "differences": lambda z, table, layer: jnp.exp(-1e4 * squares(z[1:], z[:-1])),
+    "codebook": lambda z, table, layer: jnp.abs(z[:, None] - table[None]).sum(-1).argmin(-1),
+    "index": lambda z, table, layer: jnp.floor(z * 5000).astype(jnp.int32),
+    "fraction": lambda z, table, layer: z * 50 - jnp.floor(z * 50),
+    "solve": lambda z, table, layer: jnp.linalg.solve(
+        jnp.exp(-1e4 * squares(z, z)) + 0.01 * jnp.eye(16), z - 20
+    ),
+    "sum": lambda z, table, layer: 100 * (z - table),
+    "loss": lambda z, table, layer: jnp.square(100 * (z - 20)).mean(),
+}
+
+
+class LinenReader(nn.Module):
+    """Model that passes an argument through a module to the function that reads it."""
+
+    read: str
+    inner: bool = True
+
+    @nn.compact
+    def __call__(self, x, inputs):
+        if self.inner:
+            return LinenReader(self.read, inner=False, name="reader")(x, inputs)
+        seen.append(str(x.dtype))
+        table = self.param("table", lambda key: TABLE)
+        layer = nn.Dense(8, kernel_init=nn.initializers.constant(0.1))
+        return READS[self.read](inputs["z"], table, layer), nn.Dense(3)(x)
+
+
+class NNXReader(nnx.Module):
+    def __init__(self, read, rngs):
+        self.read, self.table = read, nnx.Param(TABLE)
+        constant = nnx.initializers.constant(0.1)
+        self.layer = nnx.Linear(3, 8, kernel_init=constant, rngs=rngs)
+        self.other = nnx.Linear(4, 3, rngs=rngs)
+
+    def __call__(self, x, inputs):
+        seen.append(str(x.dtype))
+        return READS[self.read](inputs["z"], self.table[...], self.layer), self.other(x)
+
+
+seen: list[str] = []
+
+
+@pytest.mark.parametrize("read", READS)
+@pytest.mark.parametrize("framework, name", [("linen", "bf16"), ("nnx", "fp16_params")])
+def test_what_decides_something_is_not_rounded_under_any_name(read, framework, name):
+    wrap, x, inputs = load_recipe(name).wrap, jnp.ones((2, 4)), {"z": Z}
+    if framework == "linen":
+        plain = LinenReader(read)
+        variables = plain.init(jax.random.key(0), x, inputs)
+        call = lambda model: model.apply(variables, x, inputs)
+    else:
+        plain, call = NNXReader(read, nnx.Rngs(0)), lambda model: model(x, inputs)
+    with jax.numpy_dtype_promotion("standard"):
+        expected, _ = call(plain)
+        model = wrap(plain)
+        seen.clear()
+        result, _ = call(model)
+        compiled, _ = jax.jit(lambda: call(model))()
+    # The other argument is read by a layer only.
+    assert set(seen) == {load_recipe(name).policies.default.compute_dtype.name}
+    rows = Z.astype("bfloat16").astype("float32"), TABLE.astype("bfloat16").astype("float32")
+    rounded = READS[read](*rows, lambda z: z @ jnp.full((3, 8), 0.1))
+    assert not np.allclose(rounded, expected, rtol=1e-3, atol=1e-3)
+    for each in (result, compiled):
+        np.testing.assert_allclose(each, expected, rtol=1e-3, atol=1e-3)
+
+
+class Mixes(nn.Module):
+    """Model that needs an argument in 16 bits, although a sine or a loss reads it, too."""
+
+    read: str
+
+    @nn.compact
+    def __call__(self, x, z):
+        hidden = nn.Dense(16)(x)
+        if self.read == "strict":
+            return hidden * jnp.sin(z)
+        if self.read == "carry":
+            step = lambda z, _: (jnp.sin(z).astype(hidden.dtype), None)
+            return hidden * jax.lax.scan(step, z, None, length=2)[0]
+        kernel = self.param("kernel", nn.initializers.normal(), (16, 16))
+        return jnp.square((z @ kernel - z).astype(jnp.float32)).mean()
+
+
+@pytest.mark.parametrize("read", ["strict", "carry", "matmul"])
+def test_an_argument_that_must_be_narrow_is_cast(read):
+    """Strict promotion and a carry refuse FP32; a matmul of FP32 costs more than a loss gains."""
+    x, z = jnp.ones((16, 4)), jnp.full((16, 16), 257.0, jnp.float32)
+    model = load_recipe("bf16").wrap(Mixes(read))
+    with jax.numpy_dtype_promotion("strict" if read == "strict" else "standard"):
+        variables = model.init(jax.random.key(0), x, z)
+        traced = trace(model.apply, variables, x, z)
+    read_by = {"matmul": "dot_general"}.get(read, "sin")
+    kinds = {dtypes(e)[0] for e in traced if e.primitive.name == read_by}
+    assert kinds == {"bfloat16"}
+
+
+def test_explain_names_the_modules_whose_inputs_are_not_cast():
+    with jax.numpy_dtype_promotion("standard"):
+        explanation = jaxmp.explain(LinenReader("layer"), "bf16")(X, {"z": Z})
+    why = {row.path: row.narrow for row in explanation.policies.rows}
+    text = "FP32 inputs: a sine, cosine or tangent of the value is computed"
+    assert (why[""], why["reader"], why["reader/Dense_0"]) == (text,) * 3
+    assert "FP32 inputs" not in why["reader/Dense_1"]
+
+
+# ---------------------------------------------------------------------------
 # The audit
 # ---------------------------------------------------------------------------
 
 
-class Sines(nn.Module):
-    """Model that computes sines of a time step in a submodule, and of integer positions."""
-
-    @nn.compact
-    def __call__(self, x, c):
-        angles = jnp.arange(4, dtype="float32")[:, None] * jnp.ones((1, 4))
-        return LinenEmbedding(name="enc")(c[:, None]), x * jnp.cos(angles[:2]).astype(x.dtype)
-
-
-def rounded(policies, call):
-    model = jaxmp.load_recipe(policies).wrap(Sines())
-    variables = model.init(jax.random.key(0), X, T)
-    found = call(model, variables).findings
-    return [finding for finding in found if finding.check == "rounded_input"]
-
-
-CALLS = {
-    "time": lambda m, v: jaxmp.audit(lambda b: m.apply(v, X, b["time"]), {"time": T}),
-    "c": lambda m, v: jaxmp.audit(
-        jax.grad(lambda v, x, c: m.apply(v, x, c)[0].sum().astype("float32")), v, X, T
-    ),
-    "NAME": lambda m, v: jaxmp.audit(m.apply, v, X, T),
-}
-
-
-@pytest.mark.parametrize("policies, dtype", [(MIXED, "bfloat16"), ("fp16", "float16")])
-@pytest.mark.parametrize("name", CALLS)
-def test_the_audit_reports_a_rounded_input_of_a_sine(name, policies, dtype):
-    found = rounded(policies, CALLS[name])
-    assert {finding.primitive for finding in found} <= {"sin", "cos"} and found
-    for finding in found:
-        assert finding.severity == "error" and finding.module == "enc"
-        assert f"is rounded to {dtype} before" in finding.message
-        code, *others = (line.strip() for line in finding.fix.splitlines() if line[0] == " ")
-        # The audit does not always know which argument of the model it is.
-        arguments = ["c"] if name == "c" else ["x", "c"]
-        recipe, keep = "fp16" if policies == "fp16" else "bf16", f"keep_inputs={arguments}"
-        assert not others and keep in code and f"jaxmp.load_recipe({recipe!r})" in code
-        namespace = {"jaxmp": jaxmp}
-        exec(code, namespace)
-        *_, rule = rules = namespace["recipe"].policies.rules[:2]
-        assert rule.output_dtype.name == dtype
-    assert not rounded(PolicyMap(policies, rules), CALLS[name])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_the_audit_reports_a_rounded_input_of_a_sine(dtype):
+    sine = lambda batch: jnp.sin(batch["time"].astype(dtype)[:, None] * 2)
+    (error,) = jaxmp.audit(sine, {"time": T}).errors
+    assert (error.check, error.primitive) == ("rounded_input", "sin")
+    assert f"argument [0]['time'] is rounded to {dtype} before" in error.message
+    assert "do not round to 16 bits:\n    batch['time'].astype(jnp.float32)" in error.fix
 
 
 def test_no_report_of_activations_and_parameters():

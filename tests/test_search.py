@@ -206,7 +206,7 @@ def test_decisions_do_not_run_in_fp8_and_explain_names_the_reason():
         for model in (Routed(), NnxHead(nnx.Rngs(0), "routed")):
             explanation = jaxmp.explain(model, "fp8")(X)
             rows = {row.path: row for row in explanation.policies.rows}
-            assert rows["gate"].narrow.startswith("FP32 sums without FP8: argmax, top-k")
+            assert rows["gate"].narrow.startswith("FP32 sums without FP8: a softmax")
             (gate,) = (row for row in explanation.fp8.rows if row.exclusion_reason)
             assert (gate.path, gate.k, gate.n) == ("gate", WIDTH, CLASSES)
             assert "reads its FP32 sums" in str(explanation)

@@ -28,19 +28,6 @@ from jaxmp._programs import Frame, Use
 ARITHMETIC = frozenset(("add", "add_any", "sub", "mul", "div", "rem", "atan2"))
 # Operations of the category "follow" that round their result; all others are exact.
 BOUNDED = frozenset(("tanh", "atan", "erf", "erfc", "logistic", "sqrt", "cbrt"))
-# Use of a matmul's result -> why it is not rounded.
-_WHY_WIDE = {
-    Use.SOFTMAX: "a softmax or another sum of exponentials reads its result",
-    Use.ORDER: "a choice depends on its result",
-    Use.LOSS: "a loss reads its result",
-    Use.SOLVED: "a factorization or a solve reads its result",
-    Use.CHAINED: "a factorization or a solve reads a linear function of its result",
-    Use.DISTANCE: "a distance or angle is a small difference of its result and other numbers",
-    Use.ANGLE: "a sine, cosine or tangent of its result is computed",
-    Use.SOLUTION: "it multiplies the result of a factorization or a solve, or the next matmul does",
-    Use.MAGNIFIED: "a logarithm, a root or a quotient magnifies its rounding",
-    Use.RESULT: "the function returns it",
-}
 
 
 def is_identity(equation: _compat.JaxprEqn) -> bool:
@@ -251,14 +238,9 @@ def decide(
     return Decision(dtype, priority, reason)
 
 
-def _why_wide(use: Use) -> str:
-    """Returns why the result of a matmul with these uses is not rounded; "" if it is."""
-    return next((why for each, why in _WHY_WIDE.items() if each in use), "")
-
-
 def why_not_fp8(use: Use) -> str:
     """Returns why a matmul whose result has these uses does not run in FP8; "" if it may."""
-    return _why_wide(use & (Use.SOFTMAX | Use.ORDER))
+    return _programs.why_wide(use & (Use.SOFTMAX | Use.ORDER))
 
 
 def _of_matmul(
@@ -289,7 +271,7 @@ def _of_matmul(
         exact = _programs.exact_uses(equation, use)
         if any(v.dtype != _core.FLOAT32 or v.priority is Priority.NARROW for v in values[:2]):
             exact &= ~Use.ANGLE  # a matmul in 16 bits has rounded the coordinates before
-        why = why or _why_wide(exact)
+        why = why or _programs.why_wide(exact)
         why = why or ("a loss selects FP32 values by it" if _is_selection(values, use) else "")
         if why:
             # The product of data and an inverse does not promote a residual stream.
@@ -309,7 +291,7 @@ def _of_matmul(
         # A tangent of a wide matmul: its transpose must meet a cotangent in 16 bits.
         return Decision(dtype, Priority.COMPUTED, reason, dtype)
     if _core.is_16bit(dtype) and use & _programs.SENSITIVE and not narrow:
-        reason += f"; FP32 result: {_why_wide(use)}"
+        reason += f"; FP32 result: {_programs.why_wide(use)}"
     if narrow or use & _programs.SENSITIVE:
         return Decision(dtype, Priority.NARROW, reason, _core.FLOAT32)
     return Decision(dtype, Priority.COMPUTED, reason, policy.wide_output or dtype)

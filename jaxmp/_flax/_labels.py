@@ -56,13 +56,18 @@ def labeling() -> Labeling | None:
     return decisions if isinstance(decisions, Labeling) else None
 
 
-ARGUMENT, RESULT = "argument", "result"
+ARGUMENT, PARAMETER, RESULT = "argument", "parameter", "result"
 PREFIX = "jaxmp "
 
 
 def label_owner(path: str, method: str, kind: str) -> str:
     """Returns the first part of the labels of the arguments or results of a method."""
     return f"{PREFIX}{path}.{method} {kind} "
+
+
+def is_input(label: str) -> bool:
+    """Returns True for the label of an argument of a method, or of a parameter."""
+    return f" {ARGUMENT} " in label or f" {PARAMETER} " in label
 
 
 def labeled(owner: str, tree: PyTree) -> PyTree:
@@ -103,6 +108,23 @@ def is_decision(module_policy: ModulePolicy, method: str) -> bool:
     return label in decisions
 
 
+def is_exact(module_policy: ModulePolicy, method: str, operands: PyTree) -> bool:
+    """Returns True if a method is the matmul of a layer that reads coordinates, in FP32."""
+    owner = label_owner(module_policy.resolved.path, method, ARGUMENT)
+    leaves = jax.tree.leaves(operands)[:1]
+    is_fp32 = [getattr(leaf, "dtype", None) == _core.FLOAT32 for leaf in leaves] == [True]
+    return is_fp32 and module_policy.method(method).is_dot and bool(unrounded(owner, leaves))
+
+
+def read_param(module_policy: ModulePolicy, name: str, value: PyTree) -> PyTree:
+    """Returns a parameter of a module in the dtype in which the module reads it."""
+    owner = label_owner(module_policy.resolved.path, name, PARAMETER)
+    if labeling():
+        value = labeled(owner, value)
+    kept = unrounded(owner, value)
+    return value if kept else _core.cast_floating(value, module_policy.param_dtype(name))
+
+
 # ---------------------------------------------------------------------------
 # Labels in a traced program
 # ---------------------------------------------------------------------------
@@ -116,6 +138,11 @@ def _count_of_fixed(equation: _compat.JaxprEqn) -> int:
     is_fixed = _programs.form_of(equation) is Form.BRANCH
     is_fixed = is_fixed or equation.primitive.name == "dynamic_update_slice"
     return len(equation.outvars) if is_fixed else 0
+
+
+# Terms of the matmuls that multiply coordinates.
+_FEW = range(16)
+_ARITHMETIC = frozenset(("add", "add_any", "sub", "mul", "div"))
 
 
 class LabelUses(_programs.Uses):
@@ -132,33 +159,78 @@ class LabelUses(_programs.Uses):
             self.of_labels[label] = self.of_labels.get(label, _programs.Use.NONE) | results[0]
         fixed = _count_of_fixed(equation)
         results = [_programs.Use.NONE] * fixed + results[fixed:]
-        return super().equation(equation, results, frame)
+        used = super().equation(equation, results, frame)
+        if name == "dot_general" and _programs.terms_of(equation) in _FEW:
+            # The coordinates of points are not rounded. In a wider matmul, roundings average out.
+            own = _programs.exact_uses(equation, results[0] | self.of_call(equation))
+            used = [each | own for each in used]
+        if name in _ARITHMETIC:
+            is_part = results[0] and not results[0] & ~(_programs.Use.RESULT | _programs.Use.PART)
+            part = _programs.Use.PART if is_part else _programs.Use.NONE
+            used = [each & ~_programs.Use.PART | part for each in used]
+        return used
 
 
-class Reached(_programs.Forward):
-    """Finds the labels of values that are computed from FP32 sums, without another matmul.
-
-    The fact of a value are the layers that return these sums; "" is one of another FP32 matmul.
-
-    Args:
-      layers: labels of the results of the layers that return their sums.
-      is_strict: True under strict promotion, in which only these layers return FP32.
-    """
+class _OfLabels(_programs.Forward):
+    """Analysis whose facts are sets of labels."""
 
     nothing = frozenset()
 
-    def __init__(self, layers: set[str], is_strict: bool) -> None:
-        super().__init__()
-        self._layers, self._is_strict, self.labels = layers, is_strict, set[str]()
-        # Labels of layers whose results are rounded, or take the dtype of another operand.
-        self.rounded: dict[str, None] = {}
-        # Layers whose sums may reach a value with the dtype of another array, such as a carry.
-        self.fixed = frozenset[str]()
-        # True if such a value and a 16-bit array may be operands of one operation.
-        self.meets = False
-
     def join(self, first: frozenset[str], second: frozenset[str]) -> frozenset[str]:
         return first | second
+
+
+# Also those of a number and the next integer, as in a grid.
+_MOVED = _programs.EXACT | {"floor", "ceil", "round"}
+
+
+class Differences(_OfLabels):
+    """Finds the labels of arguments of which a difference of elements is computed, as of positions.
+
+    The fact of a value are the labels of the arguments whose elements it contains.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.labels = frozenset[str]()
+
+    def equation(self, equation: _compat.JaxprEqn, operands: list[Any], frame: Frame) -> list[Any]:
+        if _programs.sub_jaxprs(equation) or not equation.outvars:
+            return self.enter(equation, operands, frame)
+        name, labels = equation.primitive.name, frozenset[str]()
+        if name == "sub":
+            self.labels |= operands[0] & operands[1]
+        if name in _MOVED:
+            labels = labels.union(*operands)
+        if name == "name" and is_input(label := _programs.label_of(equation)):
+            labels |= {label}
+        return [labels] * len(equation.outvars)
+
+
+class Reached(_OfLabels):
+    """Finds the labels of values that are computed from FP32 values, without another matmul.
+
+    The fact of a value are the labels of the FP32 arguments that modules do not cast, and of the
+    layers that return FP32 sums; "" is one of another FP32 matmul.
+
+    Args:
+      layers: labels of the results of the layers that return their sums.
+      arguments: labels of arguments that are not cast, if they are FP32.
+      is_strict: True under strict promotion, in which only these layers return FP32.
+    """
+
+    def __init__(self, layers: set[str], arguments: set[str], is_strict: bool) -> None:
+        super().__init__()
+        self._layers, self._arguments, self._is_strict = layers, arguments, is_strict
+        self.labels = set[str]()
+        # Labels of layers whose results are rounded, or take the dtype of another operand.
+        self.rounded: dict[str, None] = {}
+        # Facts of values that may reach one with the dtype of another array, such as a carry.
+        self.fixed = frozenset[str]()
+        # Arguments that a matmul outside of layers reads: their casts would not be those of layers.
+        self.multiplied = frozenset[str]()
+        # True if such a value and a 16-bit array may be operands of one operation.
+        self.meets = False
 
     def equation(self, equation: _compat.JaxprEqn, operands: list[Any], frame: Frame) -> list[Any]:
         if _programs.sub_jaxprs(equation) or not equation.outvars:
@@ -169,16 +241,21 @@ class Reached(_programs.Forward):
         layers = frozenset[str]().union(*operands)
         if name == "name":
             label = _programs.label_of(equation)
-            is_layer = label in self._layers
-            layers |= {label} if is_layer else set()
-            is_narrow = is_layer and (_core.is_16bit(aval.dtype) or aval.weak_type)
-            self.rounded |= {label: None} if is_narrow else {}
+            is_16bit = _core.is_16bit(aval.dtype)
+            if label in self._layers:
+                layers |= {label}
+                self.rounded |= {label: None} if is_16bit or aval.weak_type else {}
+            elif label in self._arguments:
+                layers |= set() if is_16bit else {label}
+            elif is_input(label):
+                layers -= self._arguments  # The module casts it.
             self.labels |= {label} if layers else set()
         elif name in _programs.MATMULS:
+            self.multiplied |= layers & self._arguments
             # The author of a layer, or a rule, may return FP32.
             is_reached = aval.dtype == _core.FLOAT32 and not self._is_strict
             layers = frozenset({""} if is_reached else ())
-        elif layers:
+        elif layers if self._is_strict else layers & self._arguments:
             self.meets |= sum(_is_strong_16bit(var.aval) for var in equation.invars) > 1
         return [layers] * len(equation.outvars)
 

@@ -19,7 +19,7 @@ from opt_einsum.parser import parse_einsum_input
 
 from jaxmp import _core, _programs
 from jaxmp._core import PyTree, _compat
-from jaxmp._flax import _fp8_layers
+from jaxmp._flax import _fp8_layers, _labels
 from jaxmp._flax._casts import ModulePolicy, cast_like, written_back
 from jaxmp._flax._layer_table import (
     CONV,
@@ -113,7 +113,7 @@ def _param(
     if _compat.current_context().policies is None:
         raise CompositionError(f"{'/'.join(module.path)!r} is called by the {LATE}")
     value = type(module).param(module, name, *args, **kwargs)
-    return _core.cast_floating(value, module_policy.param_dtype(name))
+    return _labels.read_param(module_policy, name, value)
 
 
 def _perturbed(

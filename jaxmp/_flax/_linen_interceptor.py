@@ -186,6 +186,7 @@ def intercept(
         keeps_dtype = caller.keeps_dtype
     else:
         keeps_dtype = _keeps_dtype(module, module_policy, (args, kwargs))
+        keeps_dtype = keeps_dtype or _labels.is_exact(module_policy, method, (args, kwargs))
     prepare(module, module_policy, keeps_dtype)
     if root.is_by_path:
         key_scopes(module)

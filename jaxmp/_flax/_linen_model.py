@@ -98,8 +98,8 @@ def explain_model(
         variables = traced.results(shapes)
         call = functools.partial(wrapped.apply, rngs=rngs, mutable=DenyList("params"))
         share = low_precision_share(call, variables, *args, **kwargs)
-    decisions = wrapped.__dict__["_jaxmp_search"].reasons()
-    explanation = _required.explain_modules(policies, paths, outputs, decisions, share)
+    results, inputs = wrapped.__dict__["_jaxmp_search"].reasons()
+    explanation = _required.explain_modules(policies, paths, outputs, results, inputs, share)
     return explanation, call, (variables,)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -11,7 +12,8 @@ import numpy as np
 from flax import nnx
 
 from jaxmp import _core
-from jaxmp._core import DTypeLike, Mark, Path, PyTree, _compat
+from jaxmp._core import Array, Mark, Path, PyTree, _compat
+from jaxmp._flax import _labels
 from jaxmp._flax._casts import resolve_module, written_back
 from jaxmp._flax._fp8_layers import is_stateful
 from jaxmp._flax._layer_table import LayerTraits
@@ -139,11 +141,11 @@ class CastOnRead:
             return value
         if _keeps_kernel(bound, module, self.name):
             return value
-        dtype = bound.module_policy.param_dtype(self.name)
+        cast = functools.partial(_labels.read_param, bound.module_policy, self.name)
 
         def read(leaf: object) -> object:
             if isinstance(leaf, (nnx.Param, nnx.Cache)):
-                return read_as(leaf, dtype)
+                return read_as(leaf, cast)
             if is_stateful(leaf):
                 state = functools.partial(read_fp8_state, module, leaf)
                 return dataclasses.replace(leaf, state=state)
@@ -172,17 +174,15 @@ def _keeps_kernel(bound: Bound, module: nnx.Module, name: str) -> bool:
 # ---------------------------------------------------------------------------
 
 
-def read_as(source: nnx.Variable[Any], dtype: DTypeLike) -> nnx.Variable[Any]:
-    """Returns a Variable of the same type that is read in `dtype` and writes to `source`."""
+def read_as(source: nnx.Variable[Any], cast: Callable[[Any], Array]) -> nnx.Variable[Any]:
+    """Returns a Variable of the same type whose value is cast, and that writes to `source`."""
     value = source.get_raw_value()
     castable = isinstance(value, (jax.Array, np.ndarray)) and _core.is_castable(value)
     # In a `jax.Ref`, or of a hijax type.
     is_special = getattr(source, "ref", False) or getattr(source, "hijax", False)
-    if not castable or value.dtype == dtype or is_special:
+    if not castable or is_special or (read := cast(value)) is value:
         return source
-    variable = _cast_class(type(source)).from_metadata(
-        _core.cast(value, dtype), source.get_metadata()
-    )
+    variable = _cast_class(type(source)).from_metadata(read, source.get_metadata())
     object.__setattr__(variable, "_source", source)
     return variable
 

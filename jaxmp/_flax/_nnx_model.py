@@ -213,7 +213,7 @@ def explain_model(
         warnings.simplefilter("ignore", RecipeWarning)
         share = low_precision_share(call, state, *args, **kwargs)
     search = bound_of(wrapped).search  # pyright: ignore[reportOptionalMemberAccess]
-    explanation = _required.explain_modules(policies, paths, outputs, search.reasons(), share)
+    explanation = _required.explain_modules(policies, paths, outputs, *search.reasons(), share)
     return explanation, call, (state,)
 
 

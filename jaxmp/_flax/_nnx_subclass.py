@@ -267,7 +267,8 @@ def _call(
             _warn_of_unwrapped(bound, attribute, value)
     if under_policy.at_boundary:
         is_decision = _labels.is_decision(bound.module_policy, name)
-        if _keeps_dtype(bound, module, incoming):
+        is_exact = _labels.is_exact(bound.module_policy, name, incoming)
+        if is_exact or _keeps_dtype(bound, module, incoming):
             under_policy = dataclasses.replace(under_policy, keeps_dtype=True)
             call = functools.partial(_call_copy, _author_copy(bound, module), module, name)
         elif is_decision and not bound.is_decision:

@@ -116,14 +116,19 @@ class ModelSearch:
         for message in messages:
             _core.warn_user(message)
 
-    def reasons(self) -> dict[str, str]:
-        """Returns path -> why the results of the layer are not rounded."""
-        return {
-            label.removeprefix(_labels.PREFIX).rpartition(".")[0]: reason
-            for labels in self._labels.values()
-            for label, reason in labels.items()
-            if label in self._layers
+    def reasons(self) -> tuple[dict[str, str], dict[str, str]]:
+        """Returns path -> why results of the layer are not rounded, and the same of its inputs."""
+        rows = [row for labels in self._labels.values() for row in labels.items()]
+        path = lambda label: label.removeprefix(_labels.PREFIX).rpartition(".")[0]
+        results = {path(label): reason for label, reason in rows if label in self._layers}
+        inputs = {
+            path(label): reason
+            for label, reason in rows
+            # A layer that returns FP32 sums adds its bias to them.
+            if _labels.is_input(label)
+            and (f" {_labels.ARGUMENT} " in label or path(label) not in results)
         }
+        return results, inputs
 
     def _search(
         self, key: _Key, prepare: _Prepare, labeling: _labels.Labeling, *, is_whole: bool
@@ -138,7 +143,14 @@ class ModelSearch:
             return None
         uses = _labels.LabelUses()
         uses.facts(closed.jaxpr, _programs.wide_results(closed.jaxpr))
-        reasons = {label: _reason(use) for label, use in uses.of_labels.items()}
+        differences, nothing = _labels.Differences(), [frozenset[str]()] * len(closed.jaxpr.invars)
+        differences.run(closed, nothing)
+        for label in differences.labels:
+            uses.of_labels[label] |= _programs.Use.DISTANCE
+        reasons = {
+            label: _reason(use, is_layer=label in labeling.layers)
+            for label, use in uses.of_labels.items()
+        }
         cls, policies, path = key
         in_fp8 = policies.default.matmul == "fp8"
         if in_fp8 and len(labeling.layers) == 1:  # It is a part of a model.
@@ -146,10 +158,18 @@ class ModelSearch:
         reasons = {label: reason for label, reason in reasons.items() if reason}
         self._layers |= labeling.layers
         is_strict = jax.config.jax_numpy_dtype_promotion == "strict"  # pyright: ignore
-        reached = _labels.Reached(labeling.layers & reasons.keys(), is_strict)
-        reached.run(closed, [reached.nothing] * len(closed.jaxpr.invars))
-        labels = {label: reasons[label] for label in reached.labels & reasons.keys()}
-        may_meet = (is_strict and reached.meets) or not reached.fixed.isdisjoint(labels)
+        layers, arguments = (
+            labeling.layers & reasons.keys(),
+            set(filter(_labels.is_input, reasons)),
+        )
+        reached = _labels.Reached(layers, arguments, is_strict)
+        reached.run(closed, nothing)
+        labels = {
+            label: reasons[label]
+            for label in reached.labels & reasons.keys()
+            if label not in reached.multiplied or reasons[label] not in _CHEAP
+        }
+        may_meet = reached.meets or not reached.fixed.isdisjoint(labels)
         labels, error = _accepted(prepare, labels, reached.fixed) if may_meet else (labels, None)
         if error is not None and is_strict:
             rounded = [label for label in reached.rounded if reasons[label] != _OF_MODEL]
@@ -216,10 +236,13 @@ def _accepted(
       fixed: labels of the layers whose results reach a carry.
     """
     refused = None
-    free = {label: reason for label, reason in labels.items() if label not in fixed}
-    decisions = {label: reason for label, reason in labels.items() if reason != _OF_MODEL}
-    free_decisions = {label: reason for label, reason in free.items() if reason != _OF_MODEL}
-    for accepted in filter(None, (labels, free, decisions, free_decisions)):
+    without = lambda refuses, own: {x: reason for x, reason in own.items() if not refuses(x)}
+    of_results = without(_labels.is_input, labels)
+    all_of = [
+        own for own in (labels, of_results) for own in (own, without(fixed.__contains__, own))
+    ]
+    is_of_model = lambda label: labels[label] == _OF_MODEL
+    for accepted in filter(None, [*all_of, *(without(is_of_model, own) for own in all_of)]):
         try:
             _traced(prepare, frozenset(accepted))
             return accepted, None
@@ -306,15 +329,16 @@ _EMPTY = types.CellType()
 
 
 _OF_MODEL = "its results are those of the model"
+# Reasons for which an argument is not kept in FP32 if a matmul outside of layers reads it.
+_CHEAP = _OF_MODEL, *map(_programs.why_wide, (_programs.Use.LOSS, _programs.Use.PART))
+# Uses of a value that may be rounded. Matmuls on the results of layers are in 16 bits, also those
+# of distances, and a sum or product of a result is rounded as often as the residual stream.
+_ROUNDED = _programs.Use.RESULT | _programs.Use.MAGNIFIED | _programs.Use.SOLUTION
+_ROUNDED_RESULT = _ROUNDED | _programs.Use.DISTANCE | _programs.Use.PART
 
 
-def _reason(use: _programs.Use) -> str:
+def _reason(use: _programs.Use, *, is_layer: bool) -> str:
     """Returns why a value is not rounded; "" if it is."""
-    reasons = {
-        _programs.Use.ORDER: "argmax, top-k or a sort compares its results",
-        _programs.Use.SOFTMAX: "a softmax or another sum of exponentials reads its results",
-        _programs.Use.LOSS: "a loss reads its results",
-    }
-    if use == _programs.Use.RESULT:
+    if use & ~_programs.Use.PART == _programs.Use.RESULT:
         return _OF_MODEL
-    return next((reasons[each] for each in reasons if each in use), "")
+    return _programs.why_wide(use & ~(_ROUNDED_RESULT if is_layer else _ROUNDED))

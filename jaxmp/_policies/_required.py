@@ -28,7 +28,8 @@ class PolicyDecision(_core.ExplanationRow):
       policy: the resolved policy.
       rule: index of the deciding rule in `PolicyMap.rules`; None: the default policy applies.
       why: the reason of the deciding rule.
-      narrow: why a linear layer returns its FP32 sums; "" for other modules.
+      narrow: why a linear layer returns its FP32 sums, or a module does not cast an input; "" for
+        other modules.
     """
 
     path: str
@@ -129,6 +130,7 @@ def explain_modules(
     paths: Mapping[str, ModuleType],
     outputs: Mapping[str, int | None] = MappingProxyType({}),
     decisions: Mapping[str, str] = MappingProxyType({}),
+    inputs: Mapping[str, str] = MappingProxyType({}),
     share: float | None = None,
 ) -> PolicyExplanation:
     """Explains all modules of a model, and the parameters that a `path:name` rule decides.
@@ -138,6 +140,7 @@ def explain_modules(
       paths: every module path and `path:name` of a model -> its class, or None.
       outputs: module path -> number of outputs of a linear layer, or None.
       decisions: path of a linear layer -> why its results are not rounded.
+      inputs: path of a module -> why one of its arguments or parameters is not rounded.
       share: `PolicyExplanation.low_precision_share`.
     """
     rows, used = [], set()
@@ -147,6 +150,8 @@ def explain_modules(
         resolved = resolve_policy(policies, path, owner, outputs.get(path), is_decision=bool(why))
         not_fp8 = " without FP8" * (resolved.policy.matmul == "fp8" and resolved.scaling is None)
         is_widened = resolved.wide_output is not None and not resolved.rule_names_output
+        widened = f"FP32 sums{not_fp8}: {why}" if why and is_widened else ""
+        kept = f"FP32 inputs: {inputs[path]}" if path in inputs else ""
         rule = resolved.rule
         number = None if rule is None else policies.rules.index(rule)
         used.add(number)
@@ -158,7 +163,7 @@ def explain_modules(
             policy=resolved.policy,
             rule=number,
             why="" if rule is None else rule.why,
-            narrow=resolved.narrow or (f"FP32 sums{not_fp8}: {why}" if why and is_widened else ""),
+            narrow=kept or resolved.narrow or widened,
         )
         rows.append(row)
     unused = tuple(rule for number, rule in enumerate(policies.rules) if number not in used)

@@ -45,7 +45,7 @@ from jaxmp._programs._locations import (
 )
 from jaxmp._programs._matmuls import (
     MATMULS, MX_MATMUL, Matmul, attention_flops, count_flops, is_inner_product, is_outer_product,
-    kernel_matmuls, matmul_of, multiple_of, padded, transposes_lhs, wide_matmul,
+    kernel_matmuls, matmul_of, multiple_of, padded, terms_of, transposes_lhs, wide_matmul,
 )
 from jaxmp._programs._networks import networks_of
 from jaxmp._programs._observe import (
@@ -59,5 +59,5 @@ from jaxmp._programs._operations import (
 from jaxmp._programs._static_values import Scope
 from jaxmp._programs._solutions import SOLVERS
 from jaxmp._programs._uses import (
-    DECISIONS, EXACT, SENSITIVE, Use, Uses, exact_uses, uses, wide_results,
+    DECISIONS, EXACT, SENSITIVE, Use, Uses, exact_uses, uses, why_wide, wide_results,
 )

@@ -35,7 +35,7 @@ class Use(enum.IntFlag):
     RESULT = enum.auto()
     # A scalar result sums it.
     LOSS = enum.auto()
-    # A top-k, an argmax or a sort compares it.
+    # A top-k, an argmax or a sort compares it, or an index is made of it.
     ORDER = enum.auto()
     # A softmax, log-softmax or logsumexp, but not one that weights the rows of a matmul: attention.
     SOFTMAX = enum.auto()
@@ -56,15 +56,31 @@ class Use(enum.IntFlag):
     ANGLE = enum.auto()
     # The value is the product of a solution, and the condition of a matrix multiplies its rounding.
     SOLUTION = enum.auto()
+    # The program returns a sum or product of it and other arrays, which nothing else reads.
+    PART = enum.auto()
 
 
+# Use of a value -> why it is not rounded, most important first.
+_WHY_WIDE = {
+    Use.SOFTMAX: "a softmax or another sum of exponentials reads the value",
+    Use.ORDER: "a choice depends on the value",
+    Use.LOSS: "a loss reads the value",
+    Use.SOLVED: "a factorization or a solve reads the value",
+    Use.CHAINED: "a factorization or a solve reads a linear function of the value",
+    Use.DISTANCE: "a distance or angle is a small difference of the value and other numbers",
+    Use.ANGLE: "a sine, cosine or tangent of the value is computed",
+    Use.SOLUTION: "it multiplies the result of a factorization or a solve, or the next matmul does",
+    Use.MAGNIFIED: "a logarithm, a root or a quotient magnifies the rounding",
+    Use.RESULT: "the function returns the value",
+    Use.PART: "the function returns a sum or product of the value",
+}
 DECISIONS = Use.LOSS | Use.ORDER | Use.SOFTMAX
 # Uses for which a value should not be rounded.
 SENSITIVE = ~(Use.SUMMED | Use.PRODUCT)
 # The flags as integers: Python computes with `enum.IntFlag` ten times as slowly.
 _NONE, _RESULT, _LOSS, _ORDER, _SOFTMAX = map(int, (Use.NONE, *Use)[:5])
 _MAGNIFIED, _SOLVED, _CHAINED, _SUMMED, _PRODUCT, _DISTANCE, _ANGLE, _SOLUTION = map(
-    int, [*Use][4:]
+    int, [*Use][4:12]
 )
 _DECISIONS = int(DECISIONS)
 _COMPARED = frozenset(("argmax", "argmin", "top_k", "approx_top_k", "sort"))
@@ -80,6 +96,8 @@ EXACT = named(
     " all_gather_reduced pvary preduced pcast psum psum_invariant unreduced_psum reduce_scatter"
     " unreduced_reduce_scatter"
 )
+# Operations whose results are squares or absolute values, if their operands are.
+_MOVES = named("convert_element_type reshape broadcast_in_dim transpose squeeze copy")
 _SUMS = named("reduce_sum cumsum reduce_window_sum scatter-add scatter-sub select_and_scatter_add")
 # Functions whose results are accurate if they were rounded, but not if their operands were.
 _FLAT = frozenset(("tanh", "atan", "erf", "erfc", "logistic"))
@@ -129,6 +147,11 @@ def uses(jaxpr: AnyJaxpr) -> dict[Any, Use]:
     return used
 
 
+def why_wide(use: Use) -> str:
+    """Returns why a value with these uses is not rounded; "" without a use."""
+    return next((why for each, why in _WHY_WIDE.items() if each in use), "")
+
+
 def wide_results(jaxpr: Jaxpr) -> tuple[Use, ...]:
     """Returns `RESULT` for each result of a program in FP32 or wider, and for each scalar."""
     return _wide(var.aval for var in jaxpr.outvars)
@@ -161,6 +184,8 @@ class Uses(Backward):
     def __init__(self) -> None:
         # Variables that were broadcast to their shape.
         self._broadcast: set[Any] = set()
+        # Squares and absolute values, whose sums are distances if they are those of differences.
+        self._squares: set[Any] = set()
         # Transposed variable -> the variable.
         self._transposed: dict[Any, Any] = {}
         # (id of a jaxpr, uses of its results, pass) -> (the jaxpr, the uses inside it).
@@ -184,6 +209,8 @@ class Uses(Backward):
                 self._of_gradients[call] = self._of_gradients.get(call, _NONE) | _SOLUTION
         if key not in self.known:
             for equation in body.eqns:
+                if self._is_square(equation):
+                    self._squares.add(equation.outvars[0])
                 if equation.primitive.name == "transpose":
                     self._transposed[equation.outvars[0]] = equation.invars[0]
                 elif equation.primitive.name == "broadcast_in_dim":
@@ -211,8 +238,13 @@ class Uses(Backward):
                 self._of_gradients[call_stack(equation)] = use
         self._of_gradients.pop((), None)
         for equation, used, _ in dots if self._of_gradients else ():
-            var, use = equation.outvars[0], self._of_gradients.get(call_stack(equation), _NONE)
+            var, use = equation.outvars[0], self.of_call(equation)
             used |= {var: used.get(var, _NONE) | use} if use else {}
+
+    def of_call(self, equation: JaxprEqn) -> int:
+        """Returns the uses that a matmul has as that of a distance or of a solution."""
+        assert self._of_gradients is not None
+        return self._of_gradients.get(call_stack(equation), _NONE)
 
     def equation(self, equation: JaxprEqn, results: list[Any], frame: Frame) -> list[Any]:
         name, count = equation.primitive.name, len(equation.invars)
@@ -233,7 +265,7 @@ class Uses(Backward):
             keys = count_of_keys(equation) if name == "sort" else count
             return [use | _ORDER] * keys + [use] * (count - keys)
         if not any(_is_float(var.aval) for var in equation.outvars):
-            return [_NONE] * count
+            return [_ORDER if _makes_index(equation) else _NONE] * count
         is_sum = name in _SUMS or is_inner_product(equation)
         if name in MATMULS and not is_sum and not is_outer_product(equation):
             # The Gram matrix of rounded rows is one of other rows, and positive definite.
@@ -241,7 +273,8 @@ class Uses(Backward):
             solved = _NONE if is_gram else use & _CHAINED
             return [_of_factor(equation, n) | solved for n in range(count)]
         if is_sum:
-            used = [_of_summand(equation, use)] * count
+            order = use & _ORDER if equation.invars[0] in self._squares else _NONE
+            used = [_of_summand(equation, use) | order] * count
         else:
             used = [use & self._passed(equation, use)] * count
         if name in ("exp", "exp2") and use & _SUMMED and not use & _PRODUCT:
@@ -263,6 +296,13 @@ class Uses(Backward):
             is_backward = phase_of(stack, frame.place.phase) == BACKWARD
             used = [use & ~hidden for use in used] if is_backward else used
         return used
+
+    def _is_square(self, equation: JaxprEqn) -> bool:
+        name, operands = equation.primitive.name, equation.invars
+        if name in _MOVES:
+            return not is_literal(operands[0]) and operands[0] in self._squares
+        is_product = name == "mul" and operands[0] is operands[1]
+        return is_product or name in ("square", "abs") or exponent_of(equation) == 2
 
     def _passed(self, equation: JaxprEqn, use: int) -> int:
         """Returns the uses that the result of an equation passes to its operands."""
@@ -288,6 +328,14 @@ def _is_linear(equation: JaxprEqn) -> bool:
     if equation.primitive.name in ("mul", "div"):
         return any(getattr(var.aval, "ndim", 1) == 0 for var in equation.invars)
     return equation.primitive.name in _LINEAR
+
+
+def _makes_index(equation: JaxprEqn) -> bool:
+    """Returns True for a conversion to integers, unless they are too few bits for an index."""
+    if equation.primitive.name != "convert_element_type":
+        return False
+    dtype = array_aval(equation.outvars[0]).dtype
+    return jnp.issubdtype(dtype, jnp.integer) and dtype.itemsize > 2
 
 
 def _of_factor(equation: JaxprEqn, n: int) -> int:

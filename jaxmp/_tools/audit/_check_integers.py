@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import math
 
 import jax.numpy as jnp
@@ -17,7 +16,7 @@ ROUNDED_INPUT = _checks.Check(
     explanation="An argument, frequency or table is rounded to 16 bits before its sine, cosine,"
     " complex exponential, arccos, arctanh, fraction, small difference, or a root, logarithm or"
     " arccosh of 1 - x or 1 - x**2 is computed: a time step of 257 becomes 256 in bfloat16.",
-    fix="jaxmp.Rule('', keep_inputs=['t'])",
+    fix="angles = t.astype(jnp.float32)[:, None] * frequencies",
 )
 
 
@@ -34,10 +33,7 @@ def check_rounding(op: _checks.OpOccurrence) -> None:
         source, dtype = label.input, label.dtype
         example = "257 becomes 256" if dtype == "bfloat16" else "2049 becomes 2048"
         message = f"argument {source.location} is rounded to {dtype} before {op.name}: {example}."
-        first, kept = (label.product, "float32") if label.product else (op, dtype)
-        fix = _keep_input(source.name, kept, first)
-        fix = fix or _origins.fix_rounding(first)
-        fix = fix or _origins.fix_operation(op, dtype)
+        fix = _origins.fix_rounding(label.product or op) or _origins.fix_operation(op, dtype)
         rounded = [value.fix for value in values]
         fix = fix if op.location.names or label.product or not rounded else rounded[0]
         # The FP32 sine of coordinates near 1 is off by no more than they are.
@@ -45,10 +41,7 @@ def check_rounding(op: _checks.OpOccurrence) -> None:
         op.add(ROUNDED_INPUT, message, fix, severity=_rows.WARNING if is_wide else "")
         return
     for value in values:
-        rule = rules.get(value, "")
-        if value in rules and not rule and not value.op.rule_path:
-            rule = _keep_input("", value.op.dtype.name, op)
-        value.remedy = rule or value.remedy
+        value.remedy = rules.get(value) or value.remedy
         value.report(f", and its {op.name} is computed at {op.where}")
 
 
@@ -63,8 +56,8 @@ def check_difference(op: _checks.OpOccurrence) -> None:
         if label in op.labels(_labels.RoundedInput, *others) and values[0] is not values[1]:
             message = f"argument {label.input.location} is rounded to {label.dtype} before a small"
             message += " difference of its elements or a fraction."
-            fix = _keep_input(label.input.name, label.dtype, op) or _origins.fix_rounding(op)
-            op.add(ROUNDED_INPUT, message, fix or _origins.fix_operation(op))
+            fix = _origins.fix_rounding(op) or _origins.fix_operation(op)
+            op.add(ROUNDED_INPUT, message, fix)
 
 
 def _phases(op: _checks.OpOccurrence) -> list[_programs.Atom]:
@@ -150,39 +143,6 @@ def check_angle(op: _checks.OpOccurrence) -> None:
     op.report(RoundedValue, harm)
 
 
-def _keep_input(name: str, dtype: str, op: _checks.OpOccurrence) -> str:
-    """Returns the rules that keep an argument in FP32 where a module computes its sine.
-
-    Args:
-      name: that of the argument of the program; "" if the model reads a computed array.
-      dtype: to which the policies cast it.
-      op: the sine.
-
-    Returns:
-      "" outside of modules with policies, where no policy casts the argument.
-    """
-    arguments = _arguments_of_model(op) if op.location.names else []
-    if not arguments:
-        return ""
-    read = op.expression.argument
-    names = [n for n in (read, name) if n in arguments][:1] or arguments
-    rules = [f"jaxmp.Rule('', keep_inputs={names})"]
-    path = op.rule_path
-    if path:
-        rules.append(f"jaxmp.Rule({path!r}, 'c=f32,o={dtype}')")
-    rule = op.audit.context.with_rule(", ".join(rules))
-    return f"Keep the argument of the model in FP32, by rules of the recipe:\n    {rule}"
-
-
-def _arguments_of_model(op: _checks.OpOccurrence) -> list[str]:
-    """Returns the names of the arguments of the outermost method that policies cast."""
-    is_outside = lambda code: not code.co_filename.endswith("_method_call.py")
-    codes = itertools.dropwhile(is_outside, reversed(op.codes))
-    method = next((c for c in codes if op.findings.lines.is_own(c.co_filename)), None)
-    count = 0 if method is None else method.co_argcount + method.co_kwonlyargcount
-    return [] if method is None else list(method.co_varnames[1:count])
-
-
 ROUNDED_INTEGER = _checks.Check(
     id="rounded_integer",
     explanation="Counts, positions, steps or indices are rounded to 16 bits or computed in them,"
@@ -266,8 +226,6 @@ def label_index(op: _checks.OpOccurrence) -> RoundedIndex | None:
     limit = _checks.stagnation(dtype)
     message = f"indices are computed in {dtype.name}: {limit + 1:,} becomes {limit:,}"
     fix = _origins.fix_origins(op) if op.is_own_call else ""
-    for label in op.labels(_labels.RoundedInput, operand):
-        fix = _keep_input(label.input.name, label.dtype, op) or fix
     fix = fix or _origins.fix_expression("Compute the indices in FP32", op)
     return RoundedIndex(op, message, fix or ROUNDED_INTEGER.fix)
 

@@ -84,10 +84,12 @@ class Fact:
 
 @dataclasses.dataclass(frozen=True)
 class FloatInput(Fact):
-    """Label of an FP32 or int32 argument of the program whose elements were only moved."""
+    """Label of an FP32 or int32 argument of the program whose elements were only moved.
 
-    name: str
-    # Its key path among the arguments.
+    Attributes:
+      location: its key path among the arguments.
+    """
+
     location: str
     survives: ClassVar = _MOVES
 

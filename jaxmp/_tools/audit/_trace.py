@@ -128,10 +128,7 @@ class Traced:
             dtypes = ("float32", "int32") if var.aval.size > 1 else ("float32",)
             if is_input and str(_core.dtype_of(leaf.value)) in dtypes:
                 # The first key distinguishes positional from keyword arguments.
-                first, *rest = leaf.path[1:]
-                names = [self.text_of((first,)), *_core.path_names(tuple(rest))]
-                name = [each for each in names if not each.isdigit()][-1]
-                inputs.append((FloatInput(name, jtu.keystr(leaf.path[1:])), var))
+                inputs.append((FloatInput(jtu.keystr(leaf.path[1:])), var))
         return inputs
 
     def in_optimizer(self) -> list[bool]:
