@@ -63,7 +63,8 @@ class MaskedSoftmax(nn.Module):
     """Attention with rows that `bias` masks entirely."""
 
     def __call__(self, bias):
-        return jax.nn.softmax(jnp.zeros(bias.shape, bias.dtype) + bias)
+        weights = jax.nn.softmax(jnp.zeros(bias.shape, bias.dtype) + bias)
+        return weights @ jnp.eye(bias.shape[-1], dtype=weights.dtype)
 
 
 class MaskedSoftmaxNnx(nnx.Module):
