@@ -371,35 +371,6 @@ modules cast an argument that decides something
 +             pass
 test_inputs.py::test_what_decides_something_is_not_rounded_under_any_name
 
-modules cast a parameter that decides something
-- return value if kept else
-+ return
-test_inputs.py::test_what_decides_something_is_not_rounded_under_any_name
-
-a layer multiplies rounded coordinates before a sine
-- return is_fp32 and
-+ return False and
-test_inputs.py::test_what_decides_something_is_not_rounded_under_any_name
-
-the distance of a matmul of coordinates is that of rounded ones
-- results[0] | self.of_call(equation)
-+ results[0]
-test_inputs.py::test_what_decides_something_is_not_rounded_under_any_name
-
-positions are rounded before their differences are computed
--             self.labels |= operands[0] & operands[1]
-+             pass
-test_inputs.py::test_what_decides_something_is_not_rounded_under_any_name
-
-an argument is cast before a sum that the model returns
-- part = _programs.Use.PART if is_part
-+ part = _programs.Use.PART if False
-test_inputs.py::test_what_decides_something_is_not_rounded_under_any_name
-
-an argument that a matmul and a loss read is in FP32 in the matmul
--             self.multiplied |= layers & self._arguments
-test_inputs.py::test_an_argument_that_must_be_narrow_is_cast
-
 modules round the FP32 sums of a layer of the user's own class
 - is_reached = aval.dtype == _core.FLOAT32 and not self._is_strict
 + is_reached = False
@@ -1107,16 +1078,6 @@ a known value ignores the parameters of its operation
 test_masks.py::test_values_that_follow_from_shapes_are_those_of_jax
 """,
     "jaxmp/_programs/_uses.py": r"""
-the sum of squared differences decides nothing
--             order = use & _ORDER if equation.invars[0] in self._squares else _NONE
-+             order = _NONE
-test_inputs.py::test_what_decides_something_is_not_rounded_under_any_name
-
-an index of rounded numbers is accepted
-- return [_ORDER if _makes_index(equation) else _NONE] * count
-+ return [_NONE] * count
-test_inputs.py::test_what_decides_something_is_not_rounded_under_any_name
-
 autocast rounds a sigmoid before its logarithm
 -             used[0] |= _MAGNIFIED
 +             pass
