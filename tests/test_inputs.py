@@ -455,6 +455,8 @@ class Mixes(nn.Module):
         hidden = nn.Dense(16)(x)
         if self.read == "strict":
             return hidden * jnp.sin(z)
+        if self.read == "sum":
+            return hidden + z, jnp.sin(x)
         if self.read == "carry":
             step = lambda z, _: (jnp.sin(z).astype(hidden.dtype), None)
             return hidden * jax.lax.scan(step, z, None, length=2)[0]
@@ -462,17 +464,23 @@ class Mixes(nn.Module):
         return jnp.square((z @ kernel - z).astype(jnp.float32)).mean()
 
 
-@pytest.mark.parametrize("read", ["strict", "carry", "matmul"])
-def test_an_argument_that_must_be_narrow_is_cast(read):
+@pytest.mark.parametrize(
+    ("read", "primitive", "dtype"),
+    [
+        ("strict", "sin", "bfloat16"),
+        ("sum", "sin", "float32"),  # Only the argument of the sum is cast.
+        ("carry", "sin", "bfloat16"),
+        ("matmul", "dot_general", "bfloat16"),
+    ],
+)
+def test_an_argument_that_must_be_narrow_is_cast(read, primitive, dtype):
     """Strict promotion and a carry refuse FP32; a matmul of FP32 costs more than a loss gains."""
     x, z = jnp.ones((16, 4)), jnp.full((16, 16), 257.0, jnp.float32)
     model = load_recipe("bf16").wrap(Mixes(read))
-    with jax.numpy_dtype_promotion("strict" if read == "strict" else "standard"):
+    with jax.numpy_dtype_promotion("strict" if read in ("strict", "sum") else "standard"):
         variables = model.init(jax.random.key(0), x, z)
         traced = trace(model.apply, variables, x, z)
-    read_by = {"matmul": "dot_general"}.get(read, "sin")
-    kinds = {dtypes(e)[0] for e in traced if e.primitive.name == read_by}
-    assert kinds == {"bfloat16"}
+    assert {dtypes(e)[0] for e in traced if e.primitive.name == primitive} == {dtype}
 
 
 def test_explain_names_the_modules_whose_inputs_are_not_cast():

@@ -228,24 +228,23 @@ def _accepted(
     """Returns the labels of values that JAX accepts in FP32, and its error if it accepts none.
 
     A carry in 16 bits, and strict promotion, may refuse them. If JAX refuses the values that reach
-    a carry, or the results of the model, it may accept the others.
+    a carry, arguments, or the results of the model, it may accept the others.
 
     Args:
       prepare: as in `ModelSearch.of_call`.
       labels: label -> why its value is not rounded.
       fixed: labels of the layers whose results reach a carry.
     """
-    refused = None
-    without = lambda refuses, own: {x: reason for x, reason in own.items() if not refuses(x)}
-    of_results = without(_labels.is_input, labels)
-    all_of = [
-        own for own in (labels, of_results) for own in (own, without(fixed.__contains__, own))
-    ]
-    is_of_model = lambda label: labels[label] == _OF_MODEL
-    for accepted in filter(None, [*all_of, *(without(is_of_model, own) for own in all_of)]):
+    refused, of_inputs = None, set(filter(_labels.is_input, labels))
+    cheap = {label for label in of_inputs if labels[label] in _CHEAP}
+    of_model = {label for label, reason in labels.items() if reason == _OF_MODEL}
+    every = [labels.keys() - left_out for left_out in ((), cheap, of_inputs)]
+    every = [each for own in every for each in (own, own - fixed)]
+    candidates = map(frozenset, [*every, *(own - of_model for own in every)])
+    for accepted in filter(None, dict.fromkeys(candidates)):
         try:
-            _traced(prepare, frozenset(accepted))
-            return accepted, None
+            _traced(prepare, accepted)
+            return {label: labels[label] for label in accepted}, None
         except Exception as error:
             refused = error
     return {}, refused
