@@ -457,6 +457,8 @@ class Mixes(nn.Module):
             return hidden * jnp.sin(z)
         if self.read == "sum":
             return hidden + z, jnp.sin(x)
+        if self.read == "bias":
+            return jax.nn.softmax(hidden @ hidden.T - jnp.abs(z - z.T)) @ hidden
         if self.read == "carry":
             step = lambda z, _: (jnp.sin(z).astype(hidden.dtype), None)
             return hidden * jax.lax.scan(step, z, None, length=2)[0]
@@ -470,11 +472,13 @@ class Mixes(nn.Module):
         ("strict", "sin", "bfloat16"),
         ("sum", "sin", "float32"),  # Only the argument of the sum is cast.
         ("carry", "sin", "bfloat16"),
+        ("bias", "abs", "float32"),
+        ("bias", "dot_general", "bfloat16"),
         ("matmul", "dot_general", "bfloat16"),
     ],
 )
 def test_an_argument_that_must_be_narrow_is_cast(read, primitive, dtype):
-    """Strict promotion and a carry refuse FP32; a matmul of FP32 costs more than a loss gains."""
+    """Strict promotion and a carry refuse FP32, and matmuls outside of layers stay in 16 bits."""
     x, z = jnp.ones((16, 4)), jnp.full((16, 16), 257.0, jnp.float32)
     model = load_recipe("bf16").wrap(Mixes(read))
     with jax.numpy_dtype_promotion("strict" if read in ("strict", "sum") else "standard"):

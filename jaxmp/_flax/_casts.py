@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from typing import Any
 
 import jax
@@ -235,7 +235,7 @@ def cast_like(tree: PyTree, like: PyTree) -> PyTree:
 
 
 def cast_outputs(
-    module_policy: ModulePolicy, out: PyTree, unrounded: frozenset[int] = frozenset()
+    module_policy: ModulePolicy, out: PyTree, unrounded: Container[int] = frozenset()
 ) -> PyTree:
     """Casts the results of a module to its output dtype, except arrays with `unrounded` ids.
 

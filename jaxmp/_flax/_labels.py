@@ -58,6 +58,8 @@ def labeling() -> Labeling | None:
 
 ARGUMENT, PARAMETER, RESULT = "argument", "parameter", "result"
 PREFIX = "jaxmp "
+# Ends the label of an argument in FP32 that takes the dtype of another operand.
+WEAK = " weak"
 
 
 def label_owner(path: str, method: str, kind: str) -> str:
@@ -87,13 +89,17 @@ def labeled(owner: str, tree: PyTree) -> PyTree:
     )
 
 
-def unrounded(owner: str, tree: PyTree) -> frozenset[int]:
-    """Returns the ids of the arrays that are not rounded; arguments as in `labeled`."""
+def unrounded(owner: str, tree: PyTree) -> dict[int, bool]:
+    """Returns the ids of the arrays that are not rounded, and whether they are weakly typed.
+
+    Arguments are those of `labeled`.
+    """
     decisions: Any = _compat.current_context().decisions
     if not decisions or isinstance(decisions, Labeling):
-        return frozenset()
+        return {}
     leaves = enumerate(jax.tree.leaves(tree, is_leaf=is_opaque))
-    return frozenset(id(leaf) for n, leaf in leaves if f"{owner}{n}" in decisions)
+    rows = ((id(leaf), f"{owner}{n}") for n, leaf in leaves)
+    return {key: label + WEAK in decisions for key, label in rows if label in decisions}
 
 
 def is_decision(module_policy: ModulePolicy, method: str) -> bool:
@@ -119,10 +125,11 @@ def is_exact(module_policy: ModulePolicy, method: str, operands: PyTree) -> bool
 def read_param(module_policy: ModulePolicy, name: str, value: PyTree) -> PyTree:
     """Returns a parameter of a module in the dtype in which the module reads it."""
     owner = label_owner(module_policy.resolved.path, name, PARAMETER)
-    if labeling():
+    if labeling() and not module_policy.traits.dtype:  # Flax's layers cast their parameters.
         value = labeled(owner, value)
-    kept = unrounded(owner, value)
-    return value if kept else _core.cast_floating(value, module_policy.param_dtype(name))
+    if kept := unrounded(owner, value):
+        return _core.weakly_typed(value) if any(kept.values()) else value
+    return _core.cast_floating(value, module_policy.param_dtype(name))
 
 
 # ---------------------------------------------------------------------------
@@ -180,8 +187,11 @@ class _OfLabels(_programs.Forward):
         return first | second
 
 
-# Also those of a number and the next integer, as in a grid.
-_MOVED = _programs.EXACT | {"floor", "ceil", "round"}
+# Operations that move elements. A fraction is the difference of a number and an integer.
+_MOVED = _core.named(
+    "convert_element_type clamp select_n transpose reshape broadcast_in_dim squeeze expand_dims rev"
+    " tile slice dynamic_slice gather split unstack concatenate stack pad floor ceil round"
+)
 
 
 class Differences(_OfLabels):
@@ -201,7 +211,8 @@ class Differences(_OfLabels):
         if name == "sub":
             self.labels |= operands[0] & operands[1]
         if name in _MOVED:
-            labels = labels.union(*operands)
+            # Not those of a mask.
+            labels = labels.union(*operands[name == "select_n" :])
         if name == "name" and is_input(label := _programs.label_of(equation)):
             labels |= {label}
         return [labels] * len(equation.outvars)

@@ -131,7 +131,7 @@ class MethodCall:
             # `jit` makes arrays from Python numbers, which have no dtype.
             is_number = leaf.ndim == 0 and getattr(leaf, "weak_type", False)
             if is_number or id(leaf) in unrounded:
-                return leaf
+                return _core.weakly_typed(leaf) if unrounded.get(id(leaf)) else leaf
             new = _core.saturating_cast(leaf, dtype)
             if is_noted and new is not leaf:
                 self.originals[id(new)] = new, leaf

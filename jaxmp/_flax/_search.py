@@ -169,6 +169,9 @@ class ModelSearch:
             for label in reached.labels & reasons.keys()
             if label not in reached.multiplied or reasons[label] not in _CHEAP
         }
+        # Other operands of a matmul by hand determine its dtype.
+        weak = labels.keys() & reached.multiplied
+        labels |= {label + _labels.WEAK: labels[label] for label in weak}
         may_meet = reached.meets or not reached.fixed.isdisjoint(labels)
         labels, error = _accepted(prepare, labels, reached.fixed) if may_meet else (labels, None)
         if error is not None and is_strict:
