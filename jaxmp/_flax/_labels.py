@@ -187,11 +187,11 @@ class _OfLabels(_programs.Forward):
         return first | second
 
 
-# Operations that move elements. A fraction is the difference of a number and an integer.
-_MOVED = _core.named(
-    "convert_element_type clamp select_n transpose reshape broadcast_in_dim squeeze expand_dims rev"
-    " tile slice dynamic_slice gather split unstack concatenate stack pad floor ceil round"
-)
+# Operations that move elements, without those that compare them, as a softmax does. A fraction is
+# the difference of a number and an integer.
+_MOVED = _programs.EXACT - _core.named(
+    "max min reduce_max reduce_min cummax cummin reduce_window_max reduce_window_min pmax pmin"
+) | {"floor", "ceil", "round"}
 
 
 class Differences(_OfLabels):
