@@ -90,8 +90,9 @@ def follow_draw(op: _checks.OpOccurrence) -> Draw | None:
         op.mark(Probability(op, "bitcast_convert_type", (0.0, 1.0)))  # It may become 1.
     known = [each for each in (_values(var, op) for var in op.operands) if each is not None]
     if len(known) < len(op.operands) or len(draws) > 1:
-        # A second draw has the lower bits of the first one, as in `mode="high"` of `bernoulli`.
-        if op.name in _COMPARISONS and draw.values is not None and len(draws) == 1:
+        # `mode="high"` of `bernoulli` takes the lower bits from the same draw.
+        has_more = len(draws) > 1 and all(each.op is draw.op for each in draws)
+        if op.name in _COMPARISONS and draw.values is not None and not has_more:
             draw.report(op, ", and so is the probability with which it is compared", "warning")
         return Draw(draw.op)
     is_cut = op.name == "convert_element_type" and not is_float
