@@ -307,8 +307,8 @@ def next_state(
     Returns:
       The next state, in the dtype of `like`. It contains no non-finite amax.
     """
-    one = lax.full_like(state[AGE], 1)
-    new = {AGE: one, USES: one}
+    first = lax.full_like(state[AGE], 1)
+    new = {AGE: first, USES: first}
     for operand in OPERANDS:
         (amax, latest), history = seen[operand], state[f"{operand}_amax_history"]
         if history.ndim > 1:
