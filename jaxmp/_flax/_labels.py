@@ -195,9 +195,9 @@ _MOVED = _programs.EXACT - _core.named(
 
 
 class Differences(_OfLabels):
-    """Finds the labels of arguments of which a difference of elements is computed, as of positions.
+    """Finds the labels of values of which a difference of elements is computed, as of positions.
 
-    The fact of a value are the labels of the arguments whose elements it contains.
+    The fact of a value are the labels of the values whose elements it contains.
     """
 
     def __init__(self) -> None:
@@ -213,7 +213,11 @@ class Differences(_OfLabels):
         if name in _MOVED:
             # Not those of a mask.
             labels = labels.union(*operands[name == "select_n" :])
-        if name == "name" and is_input(label := _programs.label_of(equation)):
+        elif name in _ARITHMETIC:
+            pairs = zip(equation.invars, operands, strict=True)
+            arrays = [fact for var, fact in pairs if _programs.array_aval(var).ndim]
+            labels = arrays[0] if len(arrays) == 1 else labels  # It is shifted or scaled.
+        if name == "name" and (label := _programs.label_of(equation)).startswith(PREFIX):
             labels |= {label}
         return [labels] * len(equation.outvars)
 
