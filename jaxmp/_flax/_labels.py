@@ -155,6 +155,8 @@ _ARITHMETIC = frozenset(("add", "add_any", "sub", "mul", "div"))
 class LabelUses(_programs.Uses):
     """Uses of labeled values, except where another array, such as a carry, fixes their dtype."""
 
+    orders_squares = True
+
     def __init__(self) -> None:
         super().__init__()
         self.of_labels: dict[str, _programs.Use] = {}

@@ -10,7 +10,7 @@ from __future__ import annotations
 import enum
 import functools
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import jax.numpy as jnp
 
@@ -180,6 +180,8 @@ class Uses(Backward):
     """
 
     nothing = _NONE
+    # True if the order of sums of squares is also one of their terms: of nearest neighbours.
+    orders_squares: ClassVar[bool] = False
 
     def __init__(self) -> None:
         # Variables that were broadcast to their shape.
@@ -273,7 +275,8 @@ class Uses(Backward):
             solved = _NONE if is_gram else use & _CHAINED
             return [_of_factor(equation, n) | solved for n in range(count)]
         if is_sum:
-            order = use & _ORDER if equation.invars[0] in self._squares else _NONE
+            is_distance = self.orders_squares and equation.invars[0] in self._squares
+            order = use & _ORDER if is_distance else _NONE
             used = [_of_summand(equation, use) | order] * count
         else:
             used = [use & self._passed(equation, use)] * count
