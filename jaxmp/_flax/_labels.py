@@ -90,9 +90,9 @@ def labeled(owner: str, tree: PyTree) -> PyTree:
 
 
 def unrounded(owner: str, tree: PyTree) -> dict[int, bool]:
-    """Returns the ids of the arrays that are not rounded, and whether they are weakly typed.
+    """Returns id -> True for weak types, of the arrays that are not rounded.
 
-    Arguments are those of `labeled`.
+    The arguments are those of `labeled`.
     """
     decisions: Any = _compat.current_context().decisions
     if not decisions or isinstance(decisions, Labeling):
@@ -199,7 +199,7 @@ _MOVED = _programs.EXACT - _core.named(
 class Differences(_OfLabels):
     """Finds the labels of values of which a difference of elements is computed, as of positions.
 
-    The fact of a value are the labels of the values whose elements it contains.
+    The fact of a value is the set of labels of the values whose elements it contains.
     """
 
     def __init__(self) -> None:
@@ -227,8 +227,8 @@ class Differences(_OfLabels):
 class Reached(_OfLabels):
     """Finds the labels of values that are computed from FP32 values, without another matmul.
 
-    The fact of a value are the labels of the FP32 arguments that modules do not cast, and of the
-    layers that return FP32 sums; "" is one of another FP32 matmul.
+    The fact of a value is the set of labels of the FP32 arguments that modules do not cast, and of
+    the layers that return FP32 sums; "" is that of another FP32 matmul.
 
     Args:
       layers: labels of the results of the layers that return their sums.
@@ -244,7 +244,7 @@ class Reached(_OfLabels):
         self.rounded: dict[str, None] = {}
         # Facts of values that may reach one with the dtype of another array, such as a carry.
         self.fixed = frozenset[str]()
-        # Arguments that a matmul outside of layers reads: their casts would not be those of layers.
+        # Arguments that a matmul outside of layers reads, which would multiply FP32.
         self.multiplied = frozenset[str]()
         # True if such a value and a 16-bit array may be operands of one operation.
         self.meets = False

@@ -3,7 +3,8 @@
 The first call with arguments of these shapes is traced once more. In this trace each module labels
 its floating arguments and results by the primitive `name`, and `Uses` finds the labels whose values
 reach a softmax, an order or a loss, or are the results of the model and have no other use. Layers
-return the FP32 sums of such results, and modules pass them on without a cast.
+return the FP32 sums of such results, and modules pass them on without a cast. Nor do they cast FP32
+arguments and parameters with such a use, or of which a sine, a solve or a difference is computed.
 
 The same trace shows matmuls that compute in FP32 although the policy of their module does not say
 so: of classes that cast their operands themselves, and of layers that `wrap` does not reach; and a
@@ -145,7 +146,7 @@ class ModelSearch:
         uses.facts(closed.jaxpr, _programs.wide_results(closed.jaxpr))
         differences, nothing = _labels.Differences(), [frozenset[str]()] * len(closed.jaxpr.invars)
         differences.run(closed, nothing)
-        for label in differences.labels:
+        for label in differences.labels & uses.of_labels.keys():
             uses.of_labels[label] |= _programs.Use.DISTANCE
         reasons = {
             label: _reason(use, is_layer=label in labeling.layers)
@@ -158,11 +159,8 @@ class ModelSearch:
         reasons = {label: reason for label, reason in reasons.items() if reason}
         self._layers |= labeling.layers
         is_strict = jax.config.jax_numpy_dtype_promotion == "strict"  # pyright: ignore
-        layers, arguments = (
-            labeling.layers & reasons.keys(),
-            set(filter(_labels.is_input, reasons)),
-        )
-        reached = _labels.Reached(layers, arguments, is_strict)
+        arguments = set(filter(_labels.is_input, reasons))
+        reached = _labels.Reached(labeling.layers & reasons.keys(), arguments, is_strict)
         reached.run(closed, nothing)
         labels = {
             label: reasons[label]
