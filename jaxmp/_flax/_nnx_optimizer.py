@@ -157,7 +157,9 @@ class Optimizer(nnx.Optimizer):
         earlier = {write.slot: write for write in _pending.pop(self, ())}
         writes = [write for write in writes if write.is_restorable]
         for write in writes if guarded else ():
-            write.keep_finite(earlier.get(write.slot, write))
+            # `nnx.remat` returns the parameters, which a check would gather again.
+            if not isinstance(write.slot.variable, nnx.Param):
+                write.keep_finite(earlier.get(write.slot, write))
         # `update` cannot reach writes inside a compiled function without the optimizer.
         if _compat.can_update(self.step):
             _pending[self] = writes
