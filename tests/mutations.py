@@ -2785,13 +2785,13 @@ consecutive skips are counted across applied steps
 test_optim.py::test_counters
 
 the inner optimizer receives 16-bit gradients
-- full = _core.cast_floating(updates, _core.FLOAT32)
-+ full = updates
+- full = _core.cast_floating(self.updates, _core.FLOAT32)
++ full = self.updates
 test_optim.py::test_sixteen_bit_gradients_reach_the_inner_transformation_in_fp32
 
 a skipped step emits zeros in the shapes of the gradients
-- not (same_structure and has_same_shapes)
-+ not same_structure
+- not self.same_structure or any(jnp.shape(g) != jnp.shape(p) for g, p in pairs)
++ not self.same_structure
 test_optim_optax.py::test_gradients_of_single_examples_are_averaged_by_the_optimizer
 
 a state whose first update adds leaves cannot skip a step

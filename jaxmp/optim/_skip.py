@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Hashable
-from typing import Any, NamedTuple, NoReturn
+from collections.abc import Hashable
+from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -253,44 +253,10 @@ def skip_nonfinite(
         grads = _core.cast_floating(updates, _core.FLOAT32)
         _compat.check_axes(axes)
         extra_args = with_scaled_losses(extra_args, state)
-        assigns = state.settings.assigns
-        same_structure = params is None or jax.tree.structure(grads) == jax.tree.structure(params)
-        pairs = zip(jax.tree.leaves(grads), jax.tree.leaves(params), strict=False)
-        has_same_shapes = all(jnp.shape(g) == jnp.shape(p) for g, p in pairs)
-
-        def read() -> PyTree:
-            if not assigns:
-                return state.inner_state
-            return agree_on_overflow(_assign.unpack_parameters(state.inner_state, params), axes)
-
-        def do_update(old_state: PyTree) -> tuple[PyTree, PyTree]:
-            # In a branch, XLA would pass the FP32 copies of the check through memory.
-            full = _core.cast_floating(updates, _core.FLOAT32)
-            emitted, inner_state = inner.update(full, old_state, params, **extra_args)
-            inner_state = agree_on_overflow(inner_state, axes)
-            is_other = jax.tree.structure(inner_state) != jax.tree.structure(old_state)
-            if is_other and skip != "none":
-                raise _OtherStructureError(jax.eval_shape(lambda: inner_state))
-            if assigns:
-                return (), inner_state
-            if same_structure:
-                # The zeros of a skipped step have the dtypes of the gradients.
-                emitted = jax.tree.map(lambda g, u: _core.cast(u, g.dtype), grads, emitted)
-            return emitted, inner_state
-
-        def fits(old_state: PyTree, new_state: PyTree) -> jax.Array | None:
-            is_scaled = not isinstance(state.loss_scale, _loss_scale.NoLossScale)
-            flags = [node.fits for node in master_states(new_state) if node.can_overflow]
-            if is_scaled and losses_of(extra_args):
-                flags.append(_compat.agree(stays_finite(old_state, new_state), axes))
-            return functools.reduce(lax.bitwise_and, flags) if flags else None
-
-        def write(inner_state: PyTree) -> PyTree:
-            return _assign.assign(params, inner_state) if assigns else inner_state
-
+        step = _Step(inner, skip, axes, updates, grads, state, params, extra_args)
         if skip == "none":
-            emitted, inner_state = do_update(read())
-            return emitted, dataclasses.replace(state, inner_state=write(inner_state))
+            emitted, inner_state = step.update(step.read())
+            return emitted, dataclasses.replace(state, inner_state=step.write(inner_state))
 
         first, is_zero = _core.check_squares(grads)
         first = _compat.smallest(first, axes)
@@ -300,33 +266,17 @@ def skip_nonfinite(
         is_zero = _compat.agree(is_zero, axes)
         if state.settings.is_noted:
             finite = lax.bitwise_and(finite, _compat.agree(state.stats.last_finite, axes))
-
-        def reject(old_state: PyTree, overflow: jax.Array | None = None) -> _Outcome:
-            # A skipped step emits zeros in the form of the updates. This is the form of the
-            # gradients, except under `optax.lookahead`, which has two copies of the parameters, and
-            # `optax.contrib.dpsgd`, which averages gradients of single examples.
-            like: PyTree = () if assigns else grads
-            if not assigns and not (same_structure and has_same_shapes):
-                like = jax.eval_shape(do_update, old_state)[0]
-            if overflow is None:
-                overflow = _compat.largest(overflow_leaf(old_state), axes)
-            return jnp.array(False), jax.tree.map(jnp.zeros_like, like), old_state, overflow
-
-        branches = skip == "cond" or (skip == "auto" and _compat.target() == "cpu")
-        guarded_update = _cond_update if branches else _select_update
-        steps = _Steps(read, do_update, fits, reject, write)
         try:
-            outcome = guarded_update(finite, steps)
+            applied, emitted, inner_state, overflow = step.guarded(finite)
         except _OtherStructureError as error:
-            completed = error.completed(read())
-            outcome = guarded_update(finite, steps._replace(read=lambda: completed))
-        applied, emitted, inner_state, overflow = outcome
+            step = dataclasses.replace(step, completed=error.completed(step.read()))
+            applied, emitted, inner_state, overflow = step.guarded(finite)
         if not any(node.records_overflow for node in master_states(state.inner_state)):
             overflow = state.stats.overflow_leaf
         is_applied, first, is_zero = _in_one_array(applied, first, is_zero)
         # Gradients of another structure than the parameters have other indices.
         nonfinite_leaf = state.stats.nonfinite_leaf
-        if same_structure:
+        if step.same_structure:
             nonfinite_leaf = lax.select(lax.eq(first, leaves), jnp.int32(-1), first)
         stats = state.stats.after(
             is_applied,
@@ -335,7 +285,7 @@ def skip_nonfinite(
             nonfinite_leaf=nonfinite_leaf,
             zero_gradients=lax.select(is_zero, state.stats.zero_gradients + 1, jnp.int32(0)),
         )
-        if not assigns:
+        if not state.settings.assigns:
             # Train states select all parameters by it, if other transformations are outside.
             stats = dataclasses.replace(stats, last_finite=applied)
         return emitted, SkipNonfiniteState(
@@ -380,18 +330,130 @@ _INSIDE_LOSS = (
 _Outcome = tuple[jax.Array, PyTree, PyTree, jax.Array]
 
 
-class _Steps(NamedTuple):
-    """Parts of a guarded update. Between `read` and `write`, inner states have FP32 masters.
+@dataclasses.dataclass(frozen=True)
+class _Step:
+    """One update of the inner transformation. Between `read` and `write`, masters are FP32.
 
     In a branch, XLA would pass masters that are read in front of it through memory, and those that
     are written behind it: 24 bytes more for each parameter.
+
+    Attributes:
+      inner: the inner transformation.
+      skip: as in `skip_nonfinite`.
+      axes: the mapped axes along which all devices skip the same steps.
+      updates: the gradients, in the dtypes in which they arrive.
+      grads: the gradients in FP32.
+      state: the state before the step.
+      params: the parameters, if there are some.
+      extra_args: the other arguments of the update.
+      completed: the state that `read` returns, if the first update adds leaves to it.
     """
 
-    read: Callable[[], PyTree]
-    update: Callable[[PyTree], tuple[PyTree, PyTree]]
-    fits: Callable[[PyTree, PyTree], jax.Array | None]
-    reject: Callable[..., _Outcome]
-    write: Callable[[PyTree], PyTree]
+    inner: optax.GradientTransformationExtraArgs
+    skip: str
+    axes: tuple[Hashable, ...]
+    updates: PyTree
+    grads: PyTree
+    state: SkipNonfiniteState
+    params: PyTree
+    extra_args: dict[str, object]
+    completed: PyTree = None
+
+    @property
+    def same_structure(self) -> bool:
+        """True if the gradients have the structure of the parameters."""
+        structure = jax.tree.structure
+        return self.params is None or structure(self.grads) == structure(self.params)
+
+    def read(self) -> PyTree:
+        """Returns the inner state."""
+        if self.completed is not None:
+            return self.completed
+        if not self.state.settings.assigns:
+            return self.state.inner_state
+        unpacked = _assign.unpack_parameters(self.state.inner_state, self.params)
+        return agree_on_overflow(unpacked, self.axes)
+
+    def write(self, inner_state: PyTree) -> PyTree:
+        """Returns the new inner state, beside the new parameters if the update assigns them."""
+        assigns = self.state.settings.assigns
+        return _assign.assign(self.params, inner_state) if assigns else inner_state
+
+    def update(self, old_state: PyTree) -> tuple[PyTree, PyTree]:
+        """Returns the emitted updates and the inner state of an applied step."""
+        # In a branch, XLA would pass the FP32 copies of the check through memory.
+        full = _core.cast_floating(self.updates, _core.FLOAT32)
+        emitted, inner_state = self.inner.update(full, old_state, self.params, **self.extra_args)
+        inner_state = agree_on_overflow(inner_state, self.axes)
+        is_other = jax.tree.structure(inner_state) != jax.tree.structure(old_state)
+        if is_other and self.skip != "none":
+            raise _OtherStructureError(jax.eval_shape(lambda: inner_state))
+        if self.state.settings.assigns:
+            return (), inner_state
+        if self.same_structure:
+            # The zeros of a skipped step have the dtypes of the gradients.
+            emitted = jax.tree.map(lambda g, u: _core.cast(u, g.dtype), self.grads, emitted)
+        return emitted, inner_state
+
+    def fits(self, old_state: PyTree, new_state: PyTree) -> jax.Array | None:
+        """Returns whether the new inner state is valid; None if there is nothing to check."""
+        flags = [node.fits for node in master_states(new_state) if node.can_overflow]
+        is_scaled = not isinstance(self.state.loss_scale, _loss_scale.NoLossScale)
+        if is_scaled and losses_of(self.extra_args):
+            flags.append(_compat.agree(stays_finite(old_state, new_state), self.axes))
+        return functools.reduce(lax.bitwise_and, flags) if flags else None
+
+    def zeros(self, old_state: PyTree) -> PyTree:
+        """Returns the updates of a skipped step.
+
+        They have the form of the gradients, except under `optax.lookahead`, which has two copies of
+        the parameters, and `optax.contrib.dpsgd`, which averages gradients of single examples.
+        """
+        if self.state.settings.assigns:
+            return ()
+        like = self.grads
+        pairs = zip(jax.tree.leaves(like), jax.tree.leaves(self.params), strict=False)
+        if not self.same_structure or any(jnp.shape(g) != jnp.shape(p) for g, p in pairs):
+            like = jax.eval_shape(self.update, old_state)[0]
+        return jax.tree.map(jnp.zeros_like, like)
+
+    def guarded(self, finite: jax.Array) -> _Outcome:
+        """Applies the step if the gradients are finite and the new state is valid."""
+        branches = self.skip == "cond" or (self.skip == "auto" and _compat.target() == "cpu")
+        return self._branch(finite) if branches else self._select(finite)
+
+    def _select(self, finite: jax.Array) -> _Outcome:
+        old_state = self.read()
+        old_overflow = _compat.largest(overflow_leaf(old_state), self.axes)
+        zeros = self.zeros(old_state)
+        emitted, new_state = self.update(old_state)
+        fits = self.fits(old_state, new_state)
+        applied = finite if fits is None else lax.bitwise_and(finite, fits)
+        if _compat.target() == "cpu":
+            # Without the barrier XLA:CPU fuses the check into every select (eight times the HLO).
+            applied = lax.optimization_barrier(applied)
+        overflow = lax.select(finite, overflow_leaf(new_state), old_overflow)
+        emitted = _core.select(applied, emitted, zeros)
+        # PRNG keys of the inner transformation are restored, as they are by a branch.
+        state = jax.tree.map(functools.partial(_core.select_leaf, applied), new_state, old_state)
+        return applied, emitted, self.write(state), overflow
+
+    def _branch(self, finite: jax.Array) -> _Outcome:
+        def reject(old_state: PyTree, overflow: jax.Array | None = None) -> _Outcome:
+            if overflow is None:
+                overflow = _compat.largest(overflow_leaf(old_state), self.axes)
+            return jnp.array(False), self.zeros(old_state), self.write(old_state), overflow
+
+        def try_update() -> _Outcome:
+            old_state = self.read()
+            emitted, new_state = self.update(old_state)
+            overflow = overflow_leaf(new_state)
+            accept = lambda: (jnp.array(True), emitted, self.write(new_state), overflow)
+            if (fits := self.fits(old_state, new_state)) is None:
+                return accept()
+            return lax.cond(fits, accept, lambda: reject(old_state, overflow))
+
+        return lax.cond(finite, try_update, lambda: reject(self.read()))
 
 
 class _OtherStructureError(CompositionError):
@@ -439,35 +501,3 @@ def _check_devices_agree(first: jax.Array, shared: PyTree) -> None:
             "If each device trains alone until it averages parameters: params = "
             f"jax.lax.pcast(params, {tuple(axes)}, to='varying'); opt_state = tx.init(params)."
         )
-
-
-def _select_update(finite: jax.Array, steps: _Steps) -> _Outcome:
-    _, zeros, old_state, old_overflow = steps.reject(steps.read())
-    emitted, new_state = steps.update(old_state)
-    fits = steps.fits(old_state, new_state)
-    applied = finite if fits is None else lax.bitwise_and(finite, fits)
-    if _compat.target() == "cpu":
-        # Without the barrier XLA:CPU fuses the check into every select (eight times the HLO).
-        applied = lax.optimization_barrier(applied)
-    overflow = lax.select(finite, overflow_leaf(new_state), old_overflow)
-    emitted = _core.select(applied, emitted, zeros)
-    # PRNG keys of the inner transformation are restored, as they are by a branch.
-    state = jax.tree.map(functools.partial(_core.select_leaf, applied), new_state, old_state)
-    return applied, emitted, steps.write(state), overflow
-
-
-def _cond_update(finite: jax.Array, steps: _Steps) -> _Outcome:
-    def reject(old_state: PyTree, overflow: jax.Array | None = None) -> _Outcome:
-        applied, zeros, old_state, overflow = steps.reject(old_state, overflow)
-        return applied, zeros, steps.write(old_state), overflow
-
-    def try_update() -> _Outcome:
-        old_state = steps.read()
-        emitted, new_state = steps.update(old_state)
-        overflow = overflow_leaf(new_state)
-        accept = lambda: (jnp.array(True), emitted, steps.write(new_state), overflow)
-        if (fits := steps.fits(old_state, new_state)) is None:
-            return accept()
-        return lax.cond(fits, accept, lambda: reject(old_state, overflow))
-
-    return lax.cond(finite, try_update, lambda: reject(steps.read()))
