@@ -17,6 +17,8 @@ import pytest
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.experimental import pallas as pl
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import jaxmp
 from grids import fast_cases
@@ -694,6 +696,15 @@ step = jax.jit(jax.value_and_grad(loss))
 x = jnp.ones((8, 8)).at[5, 3].set(4000.0)
 print(jaxmp.locate_nonfinite(step, jnp.ones((8, 8)), x).to_json())
 """
+
+
+def test_a_step_is_run_in_the_explicit_mesh_of_its_arguments():
+    mesh = jax.make_mesh((2,), ("data",), (AxisType.Explicit,), devices=jax.devices()[:2])
+    x = jax.device_put(jnp.ones((4, 8)).at[3, 2].set(0), NamedSharding(mesh, P("data")))
+    log = jax.sharding.auto_axes(lambda x: jnp.log(x) * 2, out_sharding=x.sharding)
+    w = jax.device_put(jnp.ones(8), NamedSharding(mesh, P()))
+    report = jaxmp.locate_nonfinite(jax.grad(lambda w, x: log(w * x).sum()), w, x)
+    assert (report.cause, report.index) == ("log_of_zero", (3, 2))
 
 
 @pytest.mark.expensive

@@ -1,5 +1,6 @@
 """Statistics of the tensors of a training step, and the loss scale that they suggest."""
 
+import contextlib
 import functools
 import json
 import re
@@ -366,12 +367,17 @@ def test_devices_of_a_shard_map_have_an_axis(check_vma):
     np.testing.assert_array_equal(tensors["operands"]["up:lhs"].amax, want)
 
 
-def test_explicit_axes_are_measured():
+@pytest.mark.parametrize("enter", [jax.set_mesh, contextlib.nullcontext])
+def test_explicit_axes_are_measured(enter):
     mesh = jax.make_mesh((2,), ("data",), (AxisType.Explicit,), devices=jax.devices()[:2])
-    with jax.set_mesh(mesh):
-        x = jax.device_put(X, jax.NamedSharding(mesh, PartitionSpec("data")))
-        tensors = jaxmp.with_stats(jax.grad(one_layer))(PARAMS["up"], x).tensors
-    assert int(tensors["operands"]["up:lhs"].exponents.sum()) == X.size
+    place = lambda x, spec: jax.device_put(x, jax.NamedSharding(mesh, spec))
+    x, w = place(X, PartitionSpec("data")), place(PARAMS["up"], PartitionSpec())
+    wave = jax.sharding.auto_axes(lambda x: jnp.sin(x) * 2, out_sharding=x.sharding)
+    with enter(mesh):
+        step = jax.grad(lambda w, x: one_layer(w, wave(x)))
+        stats = jaxmp.with_stats(step, what_if=["float16"])(w, x)
+    assert int(stats.tensors["operands"]["up:lhs"].exponents.sum()) == X.size
+    assert 0 < stats.errors["float16"]["gradients"]["up"] < 2e-3
 
 
 def test_a_branch_that_is_not_taken_has_no_elements():

@@ -201,6 +201,39 @@ def test_explicit_processes_ignore_slurm():
     assert results([start(["-c", script], **on_slurm(3, 7, port))]) == ["0 of 1 with 4"]
 
 
+OF_ALL_PROCESSES = """
+import sys, jax, jax.numpy as jnp, numpy as np, optax, jaxmp, train_sharded
+from jax.sharding import NamedSharding, PartitionSpec as P
+train_sharded.start_processes(f"localhost:{sys.argv[1]}", 2, int(sys.argv[2]))
+mesh = jax.make_mesh((jax.device_count(),), ("data",))
+
+def place(x, *spec):
+    x, sharding = np.asarray(x, np.float32), NamedSharding(mesh, P(*spec))
+    return jax.make_array_from_callback(x.shape, sharding, lambda index: x[index])
+
+def step(state, x):
+    loss, grads = state.value_and_grad(lambda w: jnp.log(x @ w).mean())()
+    return state.apply_gradients(grads=grads), loss
+
+x = np.ones((16, 4))
+tx = jaxmp.load_recipe("bf16_params").optimizer(optax.adam(1e-3))
+state = jaxmp.TrainState.create(apply_fn=None, params=place(np.ones((4, 1))), tx=tx)
+loss = jax.jit(step)(state, place(x, "data"))[1]
+x[9] = 0
+zero = jaxmp.locate_nonfinite(step, state, place(x, "data"))
+x[11, 2] = np.inf
+(row,) = jaxmp.locate_nonfinite(step, state, place(x, "data")).arguments
+print(round(float(loss), 4), zero.cause, zero.index, row.index, row.value, row.count)
+"""
+
+
+@EXPENSIVE
+def test_arrays_of_several_processes_make_a_state_and_are_located():
+    port = free_port()
+    processes = [start(["-c", OF_ALL_PROCESSES, port, index]) for index in range(2)]
+    assert results(processes) == ["1.3863 log_of_zero (9, 0) (11, 2) inf 1"] * 2
+
+
 # Answers of the Kubernetes API about a job of two pods.
 KUBERNETES = """
 import builtins, io

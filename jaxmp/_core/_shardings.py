@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Iterable, Mapping
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import NamedSharding, PartitionSpec, Sharding
+from jax.sharding import AxisType, NamedSharding, PartitionSpec, Sharding
 
+from jaxmp._core import _compat
 from jaxmp._core._messages import did_you_mean
 from jaxmp._core._trees import Path, path_names, strip_collection
 from jaxmp._core._typing import Array, PyTree
@@ -125,13 +127,44 @@ def as_parts(names: Path) -> Path:
     return tuple("/".join(names).split("/"))
 
 
+def in_mesh_of(arrays: Iterable[object]) -> contextlib.AbstractContextManager[object]:
+    """Returns a context in which the explicit mesh of arrays is the current one, if there is none.
+
+    `jax.jit` takes the mesh from its arguments. Operations that run alone may have none.
+    """
+    shardings = (getattr(array, "sharding", None) for array in arrays)
+    meshes = (each.mesh for each in shardings if isinstance(each, NamedSharding))
+    mesh = next((mesh for mesh in meshes if AxisType.Explicit in mesh.axis_types), None)
+    is_set = mesh is None or not _compat.current_mesh().empty
+    return contextlib.nullcontext() if is_set else jax.set_mesh(mesh)
+
+
+def in_mesh_of_type(x: object) -> contextlib.AbstractContextManager[object]:
+    """Returns a context in which operations can read an array, whose mesh may not be the current.
+
+    The arguments of a `jax.sharding.auto_axes` function, and its results, are in different meshes.
+    """
+    mesh = jax.typeof(x).sharding.mesh if isinstance(x, jax.Array) else None
+    is_current = mesh is None or mesh.empty or mesh == jax.sharding.get_abstract_mesh()
+    return contextlib.nullcontext() if is_current else jax.sharding.use_abstract_mesh(mesh)
+
+
+def moved_to_mesh_of(scalar: Array, x: Array) -> Array:
+    """Returns a scalar as one of the mesh of another array, for an operation with both."""
+    mesh = jax.typeof(x).sharding.mesh
+    if not isinstance(scalar, jax.Array) or jax.typeof(scalar).sharding.mesh == mesh:
+        return scalar
+    return jax.sharding.reshard(scalar, NamedSharding(mesh, PartitionSpec()))
+
+
 def flattened(x: Array) -> Array:
     """Returns the elements of an array as a vector, without axes of an explicit mesh.
 
     JAX does not reshape over such axes. The operations are primitives, for use in interpreters.
     """
-    if any(axis is not None for axis in jax.typeof(x).sharding.spec):
-        x = jax.sharding.reshard(x, PartitionSpec())
+    sharding = jax.typeof(x).sharding
+    if any(axis is not None for axis in sharding.spec):
+        x = jax.sharding.reshard(x, NamedSharding(sharding.mesh, PartitionSpec()))
     return lax.reshape(x, (x.size,))
 
 

@@ -312,7 +312,9 @@ def copied(array: Array) -> jax.Array:
     in_mesh = not jax.sharding.get_abstract_mesh().empty
     if in_mesh or isinstance(array, Tracer) or not isinstance(array, jax.Array):
         return jnp.array(array, copy=True)
-    return jax.device_put(array, may_alias=False)
+    # Without a placement, an array stays uncommitted; one of several hosts requires its own.
+    place = None if array.is_fully_addressable else array.sharding
+    return jax.device_put(array, place, may_alias=False)
 
 
 def owned(tree: PyTree, *others: PyTree) -> PyTree:

@@ -96,7 +96,10 @@ def is_narrow_dtype(dtype: Any) -> bool:
 
 def wide(x: Any) -> Any:
     """Returns an array of 16 bits or FP8 in FP32; other values unchanged."""
-    return lax.convert_element_type(x, _core.FLOAT32) if is_narrow(x) else x
+    if not is_narrow(x):
+        return x
+    with _core.in_mesh_of_type(x):
+        return lax.convert_element_type(x, _core.FLOAT32)
 
 
 def rounded_to(x: Array, dtype: Any) -> Array:
@@ -107,7 +110,11 @@ def rounded_to(x: Array, dtype: Any) -> Array:
     dtype = jnp.dtype(dtype) if isinstance(dtype, str) else dtype
     if not is_narrow_dtype(dtype):
         return x
-    info = jnp.finfo(dtype)
+    with _core.in_mesh_of_type(x):
+        return _rounded_to(x, jnp.finfo(dtype))
+
+
+def _rounded_to(x: Array, info: jnp.finfo) -> Array:
     rounded = lax.reduce_precision(x, 8, info.nmant)
     if info.nexp == 8:
         return rounded
@@ -117,7 +124,7 @@ def rounded_to(x: Array, dtype: Any) -> Array:
     is_subnormal = lax.lt(lax.abs(x), np.float32(info.smallest_normal))
     rounded = lax.select(is_subnormal, lax.mul(steps, step), rounded)
     # Infinite, or NaN in the formats that have no infinity.
-    beyond = lax.mul(x, np.float32(np.asarray(np.inf, dtype)))
+    beyond = lax.mul(x, np.float32(np.asarray(np.inf, info.dtype)))
     return lax.select(lax.gt(lax.abs(rounded), np.float32(info.max)), beyond, rounded)
 
 

@@ -9,7 +9,9 @@ import math
 from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
 
-from jaxmp import _programs
+import jax
+
+from jaxmp import _core, _programs
 from jaxmp._tools.audit import _trace
 from jaxmp._tools.fixes import _source, _trial
 from jaxmp._tools.nonfinite import _causes, _measure, _record
@@ -183,6 +185,13 @@ def locate_nonfinite(
       ('log_of_zero', (1,))
     """
     _trace.check_function(step, "locate_nonfinite")
+    with _core.in_mesh_of(jax.tree.leaves((args, kwargs))):
+        return _located(step, args, kwargs, try_fixes)
+
+
+def _located(
+    step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], try_fixes: bool
+) -> NonfiniteReport:
     traced = _trace.trace(step, args, kwargs)
     _measure.check_usable(traced)
     search = _Search(traced)

@@ -58,16 +58,16 @@ def bad_arguments(traced: _trace.Traced) -> dict[int, ArgumentRow]:
     for number, array in enumerate(traced.arrays):
         if not _core.is_inexact(array) or bool(jnp.isfinite(array).all()):
             continue
-        values = np.asarray(jax.device_get(array))
-        bad = np.argwhere(~np.isfinite(values.astype(np.complex128)))
-        index = tuple(map(int, bad[0]))
-        value = float(np.real(values[index]))
+        # An array of several hosts cannot be read as a whole.
+        first = int(_first(array))
+        index = tuple(map(int, np.unravel_index(first, np.shape(array))))
+        value = float(np.real(jax.device_get(_core.flattened(array)[first])))
         rows[number] = ArgumentRow(
             name=names[number],
             role=_ROLES.get(roles[number], roles[number]),
             index=index,
             value=value,
-            count=len(bad),
+            count=int((~jnp.isfinite(array)).sum()),
         )
     return rows
 

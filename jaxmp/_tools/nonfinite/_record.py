@@ -261,9 +261,14 @@ class WideRecorder(Recorder):
         return _programs.bind_in_fp32(equation, operands)
 
 
-@jax.jit
 def code_of(x: Any, chosen: _core.Array | None = None) -> _core.Array:
     """Returns the code of an array, or of those of its elements that are chosen."""
+    with _core.in_mesh_of_type(x):
+        return _code_of(x, chosen)
+
+
+@jax.jit
+def _code_of(x: Any, chosen: _core.Array | None) -> _core.Array:
     x = on_device(x)
     dtype = getattr(x, "dtype", None)
     if dtype is None or not jnp.issubdtype(dtype, jnp.inexact):

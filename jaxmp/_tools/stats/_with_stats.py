@@ -394,13 +394,14 @@ class Emulation(_programs.Interpreter):
 
     def _scaled(self, x: _core.Array, is_cotangent: bool) -> _core.Array:
         """Returns an array times its scale, in the range of the format."""
-        return clipped(lax.mul(x, self._scale(is_cotangent)), self._dtype)
+        scale = _core.moved_to_mesh_of(self._scale(is_cotangent), x)
+        return clipped(lax.mul(x, scale), self._dtype)
 
     def _rounded(self, x: Any, is_cotangent: bool) -> Any:
         if not _is_fp32(x):
             return x
         scaled = _programs.rounded_to(self._scaled(x, is_cotangent), self._dtype)
-        return lax.div(scaled, self._scale(is_cotangent))
+        return lax.div(scaled, _core.moved_to_mesh_of(self._scale(is_cotangent), scaled))
 
 
 def _as_values(results: Sequence[Any]) -> list[_Value]:
