@@ -32,6 +32,6 @@ from jaxmp._core._trees import (
 )
 from jaxmp._core._typing import Array, ArrayLike, AxisNames, DTypeLike, PyTree, RichRenderable
 from jaxmp._core._wide import (
-    WIDENED_MATMUL, as_weak, is_weak_float32, strongly_typed, weakly_typed, wide_product,
+    WIDENED_MATMUL, as_weak, strongly_typed, weakly_typed, wide_product,
     widened_product,
 )

@@ -89,12 +89,6 @@ def widened_product(product: Callable[..., jax.Array], *operands: jax.Array) -> 
 # ---------------------------------------------------------------------------
 
 
-def is_weak_float32(value: Any) -> bool:
-    """Returns True for a weakly typed FP32 array."""
-    is_weak = isinstance(value, jax.Array) and getattr(value, "weak_type", False)
-    return bool(is_weak) and value.dtype == _dtypes.FLOAT32
-
-
 def weakly_typed(value: Any) -> Any:
     """Returns an FP32 array that, as a Python number, takes the dtype of another operand.
 
@@ -117,4 +111,6 @@ def as_weak(array: jax.Array) -> jax.Array:
 
 def strongly_typed(value: Any) -> Any:
     """Returns a weakly typed FP32 array as one that promotes 16-bit operands; others unchanged."""
-    return lax.convert_element_type(value, _dtypes.FLOAT32) if is_weak_float32(value) else value
+    is_weak = isinstance(value, jax.Array) and getattr(value, "weak_type", False)
+    is_wide = is_weak and value.dtype == _dtypes.FLOAT32
+    return lax.convert_element_type(value, _dtypes.FLOAT32) if is_wide else value

@@ -254,10 +254,8 @@ def cast_outputs(
             return cast_array(leaf, dtype)
         if id(leaf) in unrounded:
             return leaf
-        if resolved.narrow:
-            return _core.weakly_typed(cast_array(leaf, dtype))
-        # The result of a narrow layer, which modules pass on.
-        return leaf if _core.is_weak_float32(leaf) else cast_array(leaf, dtype)
+        result = cast_array(leaf, dtype)
+        return _core.weakly_typed(result) if resolved.narrow else result
 
     return cast_tree(out, dtype, cast_leaf)
 
