@@ -16,7 +16,8 @@ from jaxmp._core._messages import (
 )
 from jaxmp._core._plain import JSONValue, from_plain, named, to_plain
 from jaxmp._core._shardings import (
-    as_parts, axis_names, check_tree, flattened, in_mesh_of, in_mesh_of_type, moved_to_mesh_of, sampled, shardings_by_path,
+    as_parts, axis_names, check_tree, flattened, in_mesh_of, in_mesh_of_type, moved_to_mesh_of,
+    sampled, shardings_by_path,
 )
 from jaxmp._core._targets import (
     BFLOAT16_MATMULS, FP8_MATMULS, FUSED_ATTENTION, LARGE_ATTENTION_HEADS, MX_MATMULS, Capability,

@@ -288,12 +288,8 @@ def skip_nonfinite(
         if not state.settings.assigns:
             # Train states select all parameters by it, if other transformations are outside.
             stats = dataclasses.replace(stats, last_finite=applied)
-        return emitted, SkipNonfiniteState(
-            loss_scale=state.loss_scale.adjust(is_applied),
-            stats=stats,
-            inner_state=inner_state,
-            settings=state.settings,
-        )
+        scale = state.loss_scale.adjust(is_applied)
+        return emitted, SkipNonfiniteState(scale, stats, inner_state, state.settings)
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
