@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -144,17 +145,18 @@ def in_mesh_of_type(x: object) -> contextlib.AbstractContextManager[object]:
 
     The arguments of a `jax.sharding.auto_axes` function, and its results, are in different meshes.
     """
-    mesh = jax.typeof(x).sharding.mesh if isinstance(x, jax.Array) else None
-    is_current = mesh is None or mesh.empty or mesh == jax.sharding.get_abstract_mesh()
-    return contextlib.nullcontext() if is_current else jax.sharding.use_abstract_mesh(mesh)
+    if isinstance(x, jax.Array):
+        mesh: Any = jax.typeof(x).sharding.mesh
+        if not mesh.empty and mesh != jax.sharding.get_abstract_mesh():
+            return jax.sharding.use_abstract_mesh(mesh)
+    return contextlib.nullcontext()
 
 
 def moved_to_mesh_of(scalar: Array, x: Array) -> Array:
     """Returns a scalar as one of the mesh of another array, for an operation with both."""
-    mesh = jax.typeof(x).sharding.mesh
-    if not isinstance(scalar, jax.Array) or jax.typeof(scalar).sharding.mesh == mesh:
-        return scalar
-    return jax.sharding.reshard(scalar, NamedSharding(mesh, PartitionSpec()))
+    mesh: Any = jax.typeof(x).sharding.mesh
+    is_own = not isinstance(scalar, jax.Array) or jax.typeof(scalar).sharding.mesh == mesh
+    return scalar if is_own else jax.sharding.reshard(scalar, NamedSharding(mesh, PartitionSpec()))
 
 
 def flattened(x: Array) -> Array:
@@ -162,7 +164,7 @@ def flattened(x: Array) -> Array:
 
     JAX does not reshape over such axes. The operations are primitives, for use in interpreters.
     """
-    sharding = jax.typeof(x).sharding
+    sharding: Any = jax.typeof(x).sharding
     if any(axis is not None for axis in sharding.spec):
         x = jax.sharding.reshard(x, NamedSharding(sharding.mesh, PartitionSpec()))
     return lax.reshape(x, (x.size,))

@@ -114,7 +114,7 @@ def rounded_to(x: Array, dtype: Any) -> Array:
         return _rounded_to(x, jnp.finfo(dtype))
 
 
-def _rounded_to(x: Array, info: jnp.finfo) -> Array:
+def _rounded_to(x: Array, info: Any) -> Array:
     rounded = lax.reduce_precision(x, 8, info.nmant)
     if info.nexp == 8:
         return rounded
