@@ -26,10 +26,11 @@ from jaxmp._core._targets import (
     with_links,
 )
 from jaxmp._core._trees import (
-    PARAMS, HiddenKey, Path, all_finite, are_alike, as_tuple, canonical, cast, cast_floating,
-    check_squares, clamped_cast, copied, dtype_of, has_collections, has_fields, in_one_program,
-    is_castable, is_float, is_inexact, is_integer, is_key, leaves_with_path, map_with_path, owned,
-    parameter_path, path_names, rule_names, saturating_cast, select, select_leaf, strip_collection,
+    BATCH_STATS, PARAMS, HiddenKey, Path, all_finite, are_alike, as_tuple, canonical, cast,
+    cast_floating, check_squares, clamped_cast, copied, dtype_of, has_collections, has_fields,
+    in_one_program, is_castable, is_float, is_inexact, is_integer, is_key, keep_finite,
+    leaves_with_path, map_with_path, owned, parameter_path, path_names, rule_names, saturating_cast,
+    select, select_leaf, strip_collection,
 )
 from jaxmp._core._typing import Array, ArrayLike, AxisNames, DTypeLike, PyTree, RichRenderable
 from jaxmp._core._wide import (

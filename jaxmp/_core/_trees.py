@@ -283,6 +283,20 @@ def select_leaf(pred: jax.Array, new: ArrayLike, old: ArrayLike) -> ArrayLike:
     return new if new is old else lax.select_n(pred, jnp.asarray(old), jnp.asarray(new))
 
 
+def keep_finite(new: PyTree, old: PyTree) -> PyTree:
+    """Replaces the elements of arrays in `new` that are not finite by those of `old`.
+
+    Each element is decided alone, which XLA fuses with the operation that computes it, and which
+    leaves elements that never were finite, such as the first minimum of an empty class.
+    """
+
+    def keep(new: ArrayLike, old: ArrayLike) -> ArrayLike:
+        is_new = isinstance(new, (jax.Array, np.ndarray)) and is_inexact(new) and new is not old
+        return jnp.where(jnp.isfinite(new), new, old) if is_new else new
+
+    return jax.tree.map(keep, new, old)
+
+
 def in_one_program(fn: Callable[..., Any], *trees: PyTree) -> Any:
     """Calls a function of arrays, as one program instead of a program for each operation and shape.
 
@@ -340,6 +354,8 @@ def owned(tree: PyTree, *others: PyTree) -> PyTree:
 # ---------------------------------------------------------------------------
 
 PARAMS = "params"
+# The collection that the layers of Flax write in the forward pass.
+BATCH_STATS = "batch_stats"
 
 
 def has_collections(tree: PyTree) -> bool:

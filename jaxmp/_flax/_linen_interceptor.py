@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import weakref
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import flax.linen as nn
@@ -231,7 +232,7 @@ def _own_params(module: Any) -> list[Any]:
 # ---------------------------------------------------------------------------
 
 # Collections that `init` returns in the author's dtypes. Others have those that `apply` writes.
-_AUTHORS_COLLECTIONS = ("params", "batch_stats")
+_AUTHORS_COLLECTIONS = (_core.PARAMS, _core.BATCH_STATS)
 
 
 def add_policy_state(
@@ -267,6 +268,25 @@ def add_policy_state(
     zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes[OVERWRITE])
     state = {**flatten_dict(zeros), **flatten_dict(variables.get(OVERWRITE, {}))}
     return {**variables, OVERWRITE: unflatten_dict(state)}
+
+
+@contextlib.contextmanager
+def keeping_finite_statistics(scope: Scope) -> Iterator[None]:
+    """Runs a block that writes only finite batch statistics.
+
+    A loop may store them anywhere, so that the optimizer, which skips the step, cannot restore
+    them.
+    """
+    before = _statistics(scope)
+    yield
+    for name, new in _statistics(scope).items():
+        if name in before and _core.are_alike(new, before[name]):
+            scope.put_variable(_core.BATCH_STATS, name, _core.keep_finite(new, before[name]))
+
+
+def _statistics(scope: Scope) -> Mapping[str, PyTree]:
+    is_mutable = scope.is_mutable_collection(_core.BATCH_STATS)
+    return scope.variables().get(_core.BATCH_STATS, {}) if is_mutable else {}
 
 
 # ---------------------------------------------------------------------------

@@ -218,7 +218,8 @@ def _entered(module: Any, call: _Call | None = None) -> Iterator[None]:
     decisions = None if call is None else _decisions_of(module, root, call)
     under_policies = _compat.context(policies=root, decisions=decisions)
     interceptor = functools.partial(_linen_interceptor.intercept, root)
-    with nn.intercept_methods(interceptor), under_policies:
+    kept = _linen_interceptor.keeping_finite_statistics(module.scope)
+    with nn.intercept_methods(interceptor), under_policies, kept:
         yield
 
 

@@ -48,7 +48,8 @@ def value_and_grad(
     It corresponds to `flax.nnx.value_and_grad`, for computations in 16 bits. Flax objects (modules,
     `nnx.Rngs`, metrics, Variables) can be in any argument, also inside lists, tuples and dicts.
     Values that `fn` writes to them (batch statistics, RNG counts, metrics, sown values) are written
-    to the caller's objects, as in Flax.
+    to the caller's objects, as in Flax, but elements of statistics and metrics that are not finite
+    keep their old values.
 
     Args:
       fn: returns a scalar loss, or another result that `jaxmp.value_and_grad` allows. None: returns
@@ -131,24 +132,25 @@ class Gradient:
         self,
         options: dict[str, Any],
         prepare: Callable[[dict[str, Any]], dict[str, Any]] = lambda options: options,
-        record: Callable[[list[Write], bool], None] = lambda *_: None,
+        record: Callable[[list[Write]], None] = lambda writes: None,
     ) -> Callable[..., Any]:
         """Returns the function that computes the loss and the gradients.
 
         Args:
           options: keyword arguments of `jaxmp.value_and_grad`.
           prepare: returns the options of a call.
-          record: is called with all writes of `fn` to Flax objects, and `guarded` of the options.
+          record: is called with all writes of `fn` to Flax objects.
         """
         _value_and_grad.value_and_grad(self.fn, **options)  # Checks them before the first call.
 
         @functools.wraps(self.fn, updated=())
         def value_and_grad_fn(*args: PyTree, **kwargs: PyTree) -> PyTree:
-            called = prepare(options)
             args, kwargs = by_position(self.fn, args, kwargs)
             with nnx.update_context(_TAG):
-                out, writes = _Call(self, args, kwargs, called).run()
-            record(writes, called.get("guarded", False))
+                out, writes = _Call(self, args, kwargs, prepare(options)).run()
+            for write in writes:
+                write.keep_finite()
+            record(writes)
             return out
 
         return value_and_grad_fn

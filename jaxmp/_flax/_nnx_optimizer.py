@@ -152,17 +152,12 @@ class Optimizer(nnx.Optimizer):
         fix = "nnx.update(model, recipe.cast_params(nnx.state(model, nnx.Param)))"
         _assign.warn_of_wide(frozen, self._pure_state(), fix)
 
-    def _remember(self, writes: list[Write], guarded: bool) -> None:
+    def _remember(self, writes: list[Write]) -> None:
         """Records the writes of a call, which replace those of an earlier call."""
-        earlier = {write.slot: write for write in _pending.pop(self, ())}
-        writes = [write for write in writes if write.is_restorable]
-        for write in writes if guarded else ():
-            # `nnx.remat` returns the parameters, which a check would gather again.
-            if not isinstance(write.slot.variable, nnx.Param):
-                write.keep_finite(earlier.get(write.slot, write))
+        _pending.pop(self, None)
         # `update` cannot reach writes inside a compiled function without the optimizer.
         if _compat.can_update(self.step):
-            _pending[self] = writes
+            _pending[self] = [write for write in writes if write.is_restorable]
 
     def update(self, model: nnx.Module, grads: PyTree = None, /, **extra_args: PyTree) -> PyTree:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Applies one optimizer step to `model`, or skips it.

@@ -57,14 +57,12 @@ class Write:
     slot: the location.
     before, after: the values at the location before and after the call.
     kept: the value at the location until `update` keeps or undoes the write.
-    finite: bool scalar, False if `after` was rejected because it is not finite.
     """
 
     slot: Slot
     before: Any
     after: Any
     kept: Any
-    finite: bool | jax.Array = True
 
     @property
     def is_restorable(self) -> bool:
@@ -76,16 +74,16 @@ class Write:
         is_excluded = isinstance(self.slot.variable, excluded)
         return not is_excluded and _core.are_alike(self.before, self.after)
 
-    def keep_finite(self, earlier: Write) -> None:
-        """Keeps the value before the call until `update`, if the new one is not finite.
+    def keep_finite(self) -> None:
+        """Keeps the old values of elements that are not finite.
 
-        `update` undoes only the last of several calls whose gradients are accumulated, of which
-        `earlier` is the one before, and none in a loop or compiled function that it is outside of.
+        `update` undoes only the last of several calls whose gradients are accumulated, and none in
+        a loop or compiled function that it is outside of. Another optimizer undoes nothing.
         """
-        is_continued = same(earlier.kept, self.before)
-        self.finite = _core.all_finite(self.after) & (earlier.finite if is_continued else True)
-        self.kept = _core.select(self.finite, self.after, self.before)
-        self.slot.set(self.kept)
+        # `nnx.remat` returns the parameters, which a check would gather again.
+        if self.is_restorable and not isinstance(self.slot.variable, nnx.Param):
+            self.after = self.kept = _core.keep_finite(self.after, self.before)
+            self.slot.set(self.kept)
 
 
 def same(value: PyTree, other: PyTree) -> bool:

@@ -188,7 +188,7 @@ class TrainState(struct.PyTreeNode):
             opt_state=opt_state,
             **mutables,
         )
-        if isinstance(applied, Tracer) and _STATISTICS not in mutables:
+        if isinstance(applied, Tracer) and _core.BATCH_STATS not in mutables:
             vars(new)["_applied"] = applied
         return _core.warn_if_dropped(new, "state = state.apply_gradients(grads=grads)")
 
@@ -209,9 +209,6 @@ class TrainState(struct.PyTreeNode):
                     f"pass {name} through the microbatches: value_and_grad(..., mutable_argnum=2)."
                 )
 
-
-# The collection that the layers of Flax write in the forward pass.
-_STATISTICS = "batch_stats"
 
 # Arguments of other classes that belong to the optimizer here.
 _OF_OPTIMIZER: dict[str, str] = {
@@ -272,16 +269,18 @@ TrainState.replace = _replace
 def _marks_of_statistics(state: TrainState, updates: dict[str, Any]) -> dict[str, Any]:
     """Undoes new batch statistics if the traced step was skipped, or notes the old ones for it.
 
-    Many programs pass what a loss returned to `replace` instead of `apply_gradients`. Returns marks
-    of the new state: `_applied`, if the last step was; `_before`, the statistics before the next.
+    Many programs pass what a loss returned to `replace` instead of `apply_gradients`. Elements that
+    are not finite keep their old values in any step. Returns marks of the new state: `_applied`, if
+    the last step was; `_before`, the statistics before the next.
     """
     marks = {name: vars(state)[name] for name in ("_applied", "_before") if name in vars(state)}
-    new, old = updates.get(_STATISTICS), getattr(state, _STATISTICS, ())
-    if isinstance(state.step, Tracer) and _core.are_alike(new, old):
+    new, old = updates.get(_core.BATCH_STATS), getattr(state, _core.BATCH_STATS, ())
+    if _core.are_alike(new, old):
+        updates[_core.BATCH_STATS] = _core.keep_finite(new, old)
         if "_applied" in marks:
-            updates[_STATISTICS] = _core.select(marks.pop("_applied"), new, old)
-        else:
-            marks.setdefault("_before", {_STATISTICS: old})
+            updates[_core.BATCH_STATS] = _core.select(marks.pop("_applied"), new, old)
+        elif isinstance(state.step, Tracer):
+            marks.setdefault("_before", {_core.BATCH_STATS: old})
     return marks
 
 

@@ -29,7 +29,7 @@ KeyPath = tuple[Any, ...]
 COLLECTIONS = {
     _overwritten.OVERWRITE: FP8,
     _core.PARAMS: PARAMETER,
-    "batch_stats": STATISTICS,
+    _core.BATCH_STATS: STATISTICS,
 }
 # Fields of Flax's train states and NNX optimizers, and of the states of users.
 OPTIMIZER_FIELDS = frozenset({"opt_state", "optimizer_state"})
