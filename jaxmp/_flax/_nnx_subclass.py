@@ -236,8 +236,15 @@ def call_method(
     # An attribute may choose a head, as an argument does.
     own = [value for value in vars(module).values() if isinstance(value, (bool, int, str))]
     operands, method = (*incoming, own), getattr(bound.cls, name)
+    nodes = [node for _, node in nnx.iter_graph(module) if isinstance(node, nnx.BatchStat)]
+    statistics = [(node, node.get_raw_value()) for node in nodes]
     with _compat.context(decisions=bound.search.of_call(key, method, operands, prepare)):
         out = _call(bound, module, name, call, incoming)
+    for node, before in statistics:
+        after = node.get_raw_value()
+        if after is not before and _core.are_alike(after, before):
+            # An optimizer of Flax, which skips the step, would not restore them.
+            node.set_raw_value(_core.keep_finite(after, before))
     bound.search.warn()
     return out
 
