@@ -382,6 +382,36 @@ def test_moments_by_hand():
     assert counts(step, W, W, X) == {}
 
 
+@pytest.mark.parametrize("guard", ["recipe", "by hand", "none"])
+def test_statistics_that_a_skipped_step_does_not_keep(guard):
+    state = new_state({"w": jnp.ones((64, 64))}, "fp32")
+    state = state if guard == "recipe" else state.params
+    args = state, {"mean": jnp.zeros((1, 64))}, jnp.ones((16, 64))
+
+    def step(state, old, x, fix=""):
+        names = {"old": old, "stats": {"mean": 0.9 * old["mean"] + 0.1 * x.mean(0, keepdims=True)}}
+        total = lambda p: loss(p["w"], x - names["stats"]["mean"])
+        if guard == "recipe":
+            state = state.apply_gradients(grads=state.value_and_grad(total)()[1])
+        else:
+            new = state["w"] - jax.grad(total)(state)["w"]
+            finite = jnp.isfinite(new).all() if guard == "by hand" else True
+            state = {"w": jnp.where(finite, new, state["w"])}
+        names |= {"jax": jax, "jnp": jnp, "jaxmp": jaxmp, "state": state}
+        exec(fix, names)
+        return state, names["stats"]
+
+    findings = audit(step, *args).findings
+    if guard == "none":
+        assert not findings
+        return
+    (finding,) = findings
+    assert finding.check == "unguarded_state" and "old['mean']" in finding.message
+    fixed = functools.partial(step, fix=code_of(finding))
+    assert not audit(fixed, *args).findings
+    assert not fixed(*args[:2], args[2] * jnp.nan)[1]["mean"].any()
+
+
 def test_hyperparameters_that_a_step_replaces_may_have_16_bits():
     tx = optax.inject_hyperparams(optax.sgd, hyperparam_dtype=BF16)(0.1)
 

@@ -186,25 +186,6 @@ def test_gradients_that_are_all_zero_are_counted_and_named(recipe, scale, skip):
         assert jaxmp.get_skip_stats(state).zero_gradients == 0
 
 
-@pytest.mark.parametrize("skip", ["cond", "select"])
-def test_devices_agree_on_gradients_that_are_all_zero(skip):
-    mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
-    tx = skip_nonfinite(optax.sgd(0.1), skip=skip, axis_name="data")
-    params = {"a": jnp.ones(2), "b": jnp.ones(())}
-
-    def step(state, grads, b):
-        grads = {"a": grads, "b": b}
-        return tx.update(grads, state)[1]
-
-    spec = jax.P()
-    run = jax.jit(
-        jax.shard_map(step, mesh=mesh, in_specs=(spec, jax.P("data"), spec), out_specs=spec)
-    )
-    for grads, zeros in ((jnp.zeros(4), 1), (jnp.arange(4.0), 0)):
-        state = run(tx.init(params), grads, jnp.zeros(()))
-        assert jaxmp.get_skip_stats(state).zero_gradients == zeros
-
-
 @pytest.mark.parametrize("recipe", ["fp16", "bf16_params"])
 def test_devices_that_could_skip_alone_are_an_error_and_its_fix_runs(recipe):
     """By hand, `w` is split over the devices, and each of them has a copy of `b`."""
@@ -261,16 +242,49 @@ def test_an_nnx_optimizer_reports_too():
     assert "that of ':bias'" in message_of(lambda: jaxmp.check(optimizer))
 
 
-def test_devices_agree_on_the_leaf():
-    state = new_state({"a": jnp.ones(2), "b": jnp.ones(2)}, "bf16", axis_name="data")
-    bad = jnp.array([[1.0, 1.0], [jnp.nan, 1.0]])
+@pytest.mark.parametrize("skip", ["cond", "select"])
+def test_devices_agree_on_the_leaf_and_on_zeros(skip):
+    state = new_state({"a": jnp.ones(2), "b": jnp.ones(2)}, "bf16", axis_name="data", skip=skip)
 
     def step(state, row):
-        after = state.apply_gradients(grads={"a": jnp.ones(2), "b": row})
+        after = state.apply_gradients(grads={"a": jnp.zeros(2), "b": row})
         return jaxmp.get_skip_stats(after)
 
-    stats = jax.vmap(step, (None, 0), axis_name="data")(state, bad)
-    assert (stats.total.tolist(), stats.nonfinite_leaf.tolist()) == ([1, 1], [1, 1])
+    for last, counts in ((jnp.nan, (1, 1, 0)), (1.0, (0, -1, 0)), (0.0, (0, -1, 1))):
+        rows = jnp.array([[0.0, 0.0], [last, 0.0]])
+        stats = jax.vmap(step, (None, 0), axis_name="data")(state, rows)
+        for values, count in zip(
+            (stats.total, stats.nonfinite_leaf, stats.zero_gradients), counts, strict=True
+        ):
+            assert values.tolist() == [count, count]
+
+
+# ---------------------------------------------------------------------------
+# Statistics, wherever the loop stores them
+# ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("recipe", ["fp32", "fp16", "bf16"])
+@pytest.mark.parametrize("framework", ["linen", "nnx"])
+def test_batch_statistics_stay_finite_in_any_loop(framework, recipe):
+    """The optimizer sees neither the statistics nor the call that computes them."""
+    recipe = jaxmp.load_recipe(recipe)
+    good = jnp.arange(8.0).reshape(4, 2)
+    bad = good.at[0, 0].set(jnp.inf)
+    if framework == "linen":
+        model = recipe.wrap(nn.Sequential([nn.BatchNorm(use_running_average=False)]))
+        apply = jax.jit(functools.partial(model.apply, mutable=["batch_stats"]))
+        states = [model.init(jax.random.key(0), good)]
+        states += [apply(states[-1], x)[1] for x in (bad, good)]
+    else:
+        model = recipe.wrap(nnx.Sequential(nnx.BatchNorm(2, rngs=nnx.Rngs(0))))
+        states = [nnx.as_pure(nnx.state(model, nnx.BatchStat))]
+        for x in (bad, good):
+            nnx.jit(lambda model, x: model(x))(model, x)
+            states.append(nnx.as_pure(nnx.state(model, nnx.BatchStat)))
+    (first, _), (kept, _), (last, _) = ([x for x in jax.tree.leaves(s)][-2:] for s in states)
+    assert kept[0] == first[0] and kept[1] != first[1]
+    assert np.isfinite(last).all() and last[0] != first[0]
 
 
 # ---------------------------------------------------------------------------

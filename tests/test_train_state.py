@@ -196,6 +196,8 @@ def test_a_skipped_step_restores_statistics_that_replace_sets(before):
 
     runs = [(1.0, jnp.nan), (jnp.nan, 1.0), (jnp.nan, jnp.nan)]
     assert [float(train(state, *grads)) for grads in runs] == [1, 1, 0]
+    stored = [state.replace(batch_stats=jnp.array(value)) for value in (jnp.nan, 2.0)]
+    assert [float(other.batch_stats) for other in stored] == [0, 2]
 
 
 def test_unknown_and_reshaped_mutables_are_refused():

@@ -22,6 +22,7 @@ from jaxmp._tools.audit import _check_integers as _check_integers
 from jaxmp._tools.audit import _check_losses as _check_losses
 from jaxmp._tools.audit import _check_random as _check_random
 from jaxmp._tools.audit import _check_state as _check_state
+from jaxmp._tools.audit import _check_carried as _check_carried
 from jaxmp._tools.audit import _check_sums as _check_sums
 from jaxmp._tools.audit import _check_compiled as _check_compiled
 from jaxmp._tools.audit import _check_sharding as _check_sharding

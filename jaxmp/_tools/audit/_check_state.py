@@ -78,7 +78,7 @@ _FIX_ROUNDED = (
     "    tx = jaxmp.optim.stochastic_rounding(tx)"
 )
 _FIX_INJECTED = "tx = optax.inject_hyperparams(optax.adam, hyperparam_dtype=jnp.float32)(1e-3)"
-_FIX_NNX = "loss, grads = optimizer.value_and_grad(loss_fn)(model, batch)"
+FIX_NNX = "loss, grads = optimizer.value_and_grad(loss_fn)(model, batch)"
 _FIX_AVERAGE = (
     "Make the average in FP32, from the train state, the optimizer or the parameters:\n"
     "    ema = jaxmp.optim.fp32_copy(params)\n"
@@ -157,12 +157,12 @@ def check_unused_scale(audit: _auditor.Auditor) -> Iterator[Finding]:
 def _gradients_with(leaves: list[_roles.StateLeaf], traced: _trace.Traced) -> str:
     """Returns code for gradients with the loss scale of the state that contains some leaves."""
     if traced.nnx_objects:
-        return _FIX_NNX
+        return FIX_NNX
     return traced.gradients_with(leaves[0]) if leaves else ""
 
 
 def _optimizer_state_finding(
-    dtype: str, is_average: bool, is_injected: bool, numbers: list[int], step: _Step
+    dtype: str, is_average: bool, is_injected: bool, numbers: list[int], step: Step
 ) -> Finding:
     # A step adds a tenth of the gradient to a first moment, or the whole of it to a momentum, which
     # 8 bits of precision resolve.
@@ -198,7 +198,7 @@ def _moments_by_choice(traced: _trace.Traced) -> set[int]:
 # ---------------------------------------------------------------------------
 
 
-class _Step:
+class Step:
     """The arguments that a program updates."""
 
     def __init__(self, audit: _auditor.Auditor) -> None:
@@ -328,11 +328,11 @@ class _Step:
         return fix
 
 
-def step_of(audit: _auditor.Auditor) -> _Step:
+def step_of(audit: _auditor.Auditor) -> Step:
     """Returns the step of an audit, which is made once."""
-    if not audit.collected[_Step]:
-        audit.collected[_Step].append(_Step(audit))
-    return audit.collected[_Step][0]
+    if not audit.collected[Step]:
+        audit.collected[Step].append(Step(audit))
+    return audit.collected[Step][0]
 
 
 def _fill(text: str, dtype: str) -> str:
@@ -420,7 +420,7 @@ def check_accumulators(audit: _auditor.Auditor) -> Iterator[Finding]:
     yield from step.findings(_check_ops.ACCUMULATOR_16BIT, averages, text, _FIX_AVERAGE)
 
 
-def _check_moments(step: _Step) -> Iterator[Finding]:
+def _check_moments(step: Step) -> Iterator[Finding]:
     """Reports the moments of an optimizer that is written by hand."""
     moments = list(filter(step.is_gradient_sum, step.updates_16bit()))
     moments = [u for u in moments if u.factor in (_dataflow.LARGE, _dataflow.UNKNOWN)]

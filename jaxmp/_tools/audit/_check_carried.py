@@ -1,0 +1,103 @@
+"""Check of state that a step replaces even if it skips its parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from jax.extend.core import JaxprEqn
+
+from jaxmp import _programs
+from jaxmp._programs import Frame
+from jaxmp._tools.audit import _auditor, _check_state, _checks, _dataflow
+from jaxmp._tools.audit._rows import Finding
+from jaxmp.optim import _roles
+
+UNGUARDED_STATE = _checks.Check(
+    id="unguarded_state",
+    explanation="A training step that is not finite keeps the parameters, but replaces running"
+    " statistics or other averages by values of its batch, which stay NaN.",
+    fix="stats = jax.tree.map(lambda new, old: jnp.where(jnp.isfinite(new), new, old), stats, old)",
+    severity=_checks.WARNING,
+)
+_FIX_SKIPPED = (
+    "Keep the old values if the new {state} has skipped the step:\n"
+    "    applied = jaxmp.get_skip_stats({state}).last_finite\n"
+    "    stats = jax.tree.map(lambda new, old: jnp.where(applied, new, old), stats, old)\n"
+    "Or make them a field of jaxmp.TrainState:\n"
+    "    state = state.apply_gradients(grads=grads, stats=stats)"
+)
+
+# Facts of values: computed from integers of the batch, from its floats, or from a test of
+# finiteness.
+_NONE = frozenset[str]()
+_INDEX, _BATCH, _TEST = (frozenset({fact}) for fact in ("index", "batch", "test"))
+
+
+@UNGUARDED_STATE.on(_checks.PROGRAM)
+def check_carried(audit: _auditor.Auditor) -> Iterator[Finding]:
+    """Reports state that a step does not guard, although it guards its parameters."""
+    step, traced = _check_state.step_of(audit), audit.traced
+    carried = dict(_carried(audit, step)) if step.learned else {}
+    others = {n for n in carried if n not in step.learned and not step.in_optimizer[n]}
+    if not others:
+        return
+    args = []
+    for number, role in enumerate(traced.roles()):
+        aval, is_input = step.avals[number], role == _roles.INPUT and number not in others
+        fact = _BATCH if aval.dtype in _checks.FLOATS else _INDEX
+        args.append(fact if is_input and aval.size > 1 else _NONE)
+    facts = _Facts().run(traced.closed, args)
+    is_damaged = lambda numbers: [n for n in sorted(numbers) if facts[carried[n][0]] >= _BATCH]
+    damaged = is_damaged(others)
+    if damaged and not is_damaged(step.learned & carried.keys()):
+        message = f"a step that is not finite keeps the parameters, but {len(damaged)} arrays of"
+        message += f" other state, such as {step.locations[damaged[0]]}, take values of its batch,"
+        counters = (leaf for leaf in step.leaves if leaf.field == "last_finite")
+        names = [traced.text_of(leaf.path[1:2]) for leaf in counters]
+        fix = _FIX_SKIPPED.replace("{state}", names[0]) if names else ""
+        fix = _check_state.FIX_NNX if traced.nnx_objects else fix
+        op = carried[damaged[0]][1].op
+        yield UNGUARDED_STATE.finding(f"{message} and stay NaN.", fix, op, count=len(damaged))
+
+
+def _carried(
+    audit: _auditor.Auditor, step: _check_state.Step
+) -> Iterator[tuple[int, tuple[int, _dataflow.Update]]]:
+    """Yields the numbers of averages among the arguments, and (result, update) of each."""
+    for index, var in enumerate(audit.results):
+        is_written = index >= len(audit.traced.results)
+        for label in audit.flow.labels(_dataflow.Update, var) if var.aval.size > 1 else ():
+            is_own = is_written or label.factor == _dataflow.LARGE or label in step.returned
+            if is_own and label in step.updates.get(label.number, ()):
+                yield label.number, (index, label)
+
+
+class _Facts(_programs.Forward):
+    """For each variable, some of `_INDEX`, `_BATCH` and `_TEST`."""
+
+    nothing = _NONE
+
+    def join(self, first: Any, second: Any) -> Any:
+        return first | second
+
+    def equation(self, equation: JaxprEqn, operands: list[Any], frame: Frame) -> list[Any]:
+        name, every = equation.primitive.name, _NONE.union(*operands)
+        results = [every] * len(equation.outvars)
+        if name in _programs.CONSTRUCTS:
+            results = self.enter(equation, operands, frame)
+        is_test = name == "is_finite" or (name == "ne" and equation.invars[0] is equation.invars[1])
+        if is_test:
+            return [_TEST]
+        # A saturating cast also chooses by a test, but between two values of the batch.
+        is_choice = name == "cond" or (
+            name == "select_n" and not (operands[1] & operands[2]) >= _BATCH
+        )
+        if is_choice and operands[0] >= _TEST:
+            # The outcome of a choice, such as whether the update was applied, is another test.
+            results = [(fact - _BATCH) | _TEST for fact in results]
+        if name == "gather" and operands[1] >= _INDEX:
+            results = [fact | _BATCH for fact in results]
+        avals = (getattr(var.aval, "dtype", None) for var in equation.outvars)
+        lost = (_TEST if dtype in _checks.FLOATS else _BATCH for dtype in avals)
+        return [fact - other for fact, other in zip(results, lost, strict=True)]
