@@ -292,6 +292,11 @@ the finite check reads the gradients again beside the clipped norm
 test_skipped_steps.py::test_a_gradient_whose_square_overflows_is_skipped
 test_skipped_steps.py::test_the_check_is_part_of_the_clipped_norm
 
+elements that are not finite are kept
+- return jnp.where(jnp.isfinite(new), new, old) if is_new else new
++ return new
+test_skipped_steps.py::test_batch_statistics_stay_finite_in_any_loop
+
 the finite check concatenates sums of different dtypes
 - cast(total, widest)
 + total
@@ -394,6 +399,11 @@ the steps of an nn.RNN do not share the FP8 states of its cell
 test_fp8_models.py::test_the_state_of_a_layer_that_runs_in_each_step
 """,
     "jaxmp/_flax/_linen_interceptor.py": r"""
+a Linen model writes NaN into its batch statistics
+- _core.keep_finite(new, before[name])
++ new
+test_skipped_steps.py::test_batch_statistics_stay_finite_in_any_loop
+
 the forward function of an nn.custom_vjp loses its policies without a word
 - if is_primal and any(_compat.trace_of(leaf) for leaf in jax.tree.leaves(args)):
 + if False:
@@ -449,16 +459,17 @@ weights without matmuls, and layers that were traced before, count as not in FP8
 test_fp8_batch.py::test_weights_that_are_not_multiplied_do_not_warn
 test_fp8_batch.py::test_weights_that_are_not_multiplied_in_nnx_do_not_warn
 """,
+    "jaxmp/_flax/_nnx_gradients.py": r"""
+gradients of NNX write NaN into variables
+-             for write in writes:
++             for write in ():
+test_nnx.py::test_statistics_of_accumulated_gradients_are_restored
+""",
     "jaxmp/_flax/_nnx_optimizer.py": r"""
 a skipped step of an NNX optimizer keeps what the forward pass wrote
 - undo(write, others, applied)
 + undo(write, others, applied | True)
 test_nnx.py::test_it_trains_and_a_skipped_step_restores_everything_but_random_state
-
-a skipped step of a compiled function leaves NaN in the statistics
-- for write in writes if guarded else ():
-+ for write in ():
-test_nnx.py::test_statistics_of_accumulated_gradients_are_restored
 
 an NNX average reads the rounded parameters
 -         if optimizer is not None:
@@ -466,6 +477,11 @@ an NNX average reads the rounded parameters
 test_average.py::test_nnx_averages_are_those_of_the_masters
 """,
     "jaxmp/_flax/_nnx_subclass.py": r"""
+an NNX model writes NaN into its batch statistics
+- node.set_raw_value(_core.keep_finite(after, before))
++ pass
+test_skipped_steps.py::test_batch_statistics_stay_finite_in_any_loop
+
 methods such as training steps read parameters in 16 bits
 - is_entered = under_policy.is_forward and not is_active
 + is_entered = not is_active
@@ -517,6 +533,11 @@ an array that is an attribute of an NNX module cannot be differentiated
 test_nnx_gradients.py::test_an_array_that_is_an_attribute_is_differentiated
 """,
     "jaxmp/_flax/_train_state.py": r"""
+replace stores NaN in batch statistics outside of a traced step
+- updates[_core.BATCH_STATS] = _core.keep_finite(new, old)
++ pass
+test_train_state.py::test_a_skipped_step_restores_statistics_that_replace_sets
+
 a skipped step keeps the new batch statistics
 -             mutables = _core.select(applied, {n: getattr(self, n) for n in old} | mutables, old)
 test_train_state.py::test_a_skipped_step_changes_only_scale_and_counters
@@ -1516,6 +1537,17 @@ the audit forgets that each chunk of a loss adds to the gradient of the kernel
 - (8 * chunks + 2
 + (2
 test_audit_speed.py::test_chunks_cost_bytes
+""",
+    "jaxmp/_tools/audit/_check_carried.py": r"""
+the audit does not see that a step keeps its parameters
+- if is_choice and operands[0] >= _TEST:
++ if False:
+test_audit_steps.py::test_statistics_that_a_skipped_step_does_not_keep
+
+the audit takes a saturating cast for a choice of old values
+- not (operands[1] & operands[2]) >= _BATCH
++ True
+test_audit_steps.py::test_statistics_that_a_skipped_step_does_not_keep
 """,
     "jaxmp/_tools/audit/_check_state.py": r"""
 the fix of a loss scale names a train state that is not there

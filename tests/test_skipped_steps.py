@@ -243,7 +243,7 @@ def test_an_nnx_optimizer_reports_too():
 
 
 @pytest.mark.parametrize("skip", ["cond", "select"])
-def test_devices_agree_on_the_leaf_and_on_zeros(skip):
+def test_devices_agree_on_the_leaf(skip):
     state = new_state({"a": jnp.ones(2), "b": jnp.ones(2)}, "bf16", axis_name="data", skip=skip)
 
     def step(state, row):
