@@ -293,7 +293,7 @@ test_skipped_steps.py::test_a_gradient_whose_square_overflows_is_skipped
 test_skipped_steps.py::test_the_check_is_part_of_the_clipped_norm
 
 elements that are not finite are kept
-- return jnp.where(jnp.isfinite(new), new, old) if is_new else new
+- return select_leaf(jnp.isfinite(new), new, old) if is_new else new
 + return new
 test_skipped_steps.py::test_batch_statistics_stay_finite_in_any_loop
 

@@ -279,7 +279,7 @@ def select(pred: jax.Array, on_true: PyTree, on_false: PyTree) -> PyTree:
 
 
 def select_leaf(pred: jax.Array, new: ArrayLike, old: ArrayLike) -> ArrayLike:
-    """Selects `new` if the bool scalar `pred` is True and `old` otherwise, also for PRNG keys."""
+    """Selects `new` if `pred`, a scalar or one bool per element, is True and `old` otherwise."""
     return new if new is old else lax.select_n(pred, jnp.asarray(old), jnp.asarray(new))
 
 
@@ -292,7 +292,7 @@ def keep_finite(new: PyTree, old: PyTree) -> PyTree:
 
     def keep(new: ArrayLike, old: ArrayLike) -> ArrayLike:
         is_new = isinstance(new, (jax.Array, np.ndarray)) and is_inexact(new) and new is not old
-        return jnp.where(jnp.isfinite(new), new, old) if is_new else new
+        return select_leaf(jnp.isfinite(new), new, old) if is_new else new
 
     return jax.tree.map(keep, new, old)
 
