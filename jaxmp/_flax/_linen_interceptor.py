@@ -285,10 +285,8 @@ def keeping_finite_statistics(scope: Scope) -> Iterator[None]:
 
 
 def _statistics(scope: Scope) -> Mapping[str, PyTree]:
-    """Returns a copy of the batch statistics that a block may write."""
-    is_mutable = scope.is_mutable_collection(_core.BATCH_STATS)
-    own = scope.variables().get(_core.BATCH_STATS, {}) if is_mutable else {}
-    return jax.tree.map(lambda leaf: leaf, own)
+    """Returns a copy of the batch statistics."""
+    return jax.tree.map(lambda leaf: leaf, scope.variables().get(_core.BATCH_STATS, {}))
 
 
 # ---------------------------------------------------------------------------

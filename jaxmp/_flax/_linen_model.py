@@ -218,8 +218,9 @@ def _entered(module: Any, call: _Call | None = None) -> Iterator[None]:
     decisions = None if call is None else _decisions_of(module, root, call)
     under_policies = _compat.context(policies=root, decisions=decisions)
     interceptor = functools.partial(_linen_interceptor.intercept, root)
-    kept = _linen_interceptor.keeping_finite_statistics(module.scope)
-    with nn.intercept_methods(interceptor), under_policies, kept:
+    is_written = module.scope.is_mutable_collection(_core.BATCH_STATS)
+    kept = _linen_interceptor.keeping_finite_statistics if is_written else contextlib.nullcontext
+    with nn.intercept_methods(interceptor), under_policies, kept(module.scope):
         yield
 
 

@@ -62,7 +62,7 @@ def check_carried(audit: _auditor.Auditor) -> Iterator[Finding]:
 
 
 def _carried(
-    audit: _auditor.Auditor, step: _check_state.Step
+    audit: _auditor.Auditor, step: _check_state.TrainingStep
 ) -> Iterator[tuple[int, tuple[int, _dataflow.Update]]]:
     """Yields the numbers of averages among the arguments, and (result, update) of each."""
     for index, var in enumerate(audit.results):

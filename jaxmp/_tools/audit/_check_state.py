@@ -162,7 +162,7 @@ def _gradients_with(leaves: list[_roles.StateLeaf], traced: _trace.Traced) -> st
 
 
 def _optimizer_state_finding(
-    dtype: str, is_average: bool, is_injected: bool, numbers: list[int], step: Step
+    dtype: str, is_average: bool, is_injected: bool, numbers: list[int], step: TrainingStep
 ) -> Finding:
     # A step adds a tenth of the gradient to a first moment, or the whole of it to a momentum, which
     # 8 bits of precision resolve.
@@ -198,7 +198,7 @@ def _moments_by_choice(traced: _trace.Traced) -> set[int]:
 # ---------------------------------------------------------------------------
 
 
-class Step:
+class TrainingStep:
     """The arguments that a program updates."""
 
     def __init__(self, audit: _auditor.Auditor) -> None:
@@ -328,11 +328,11 @@ class Step:
         return fix
 
 
-def step_of(audit: _auditor.Auditor) -> Step:
+def step_of(audit: _auditor.Auditor) -> TrainingStep:
     """Returns the step of an audit, which is made once."""
-    if not audit.collected[Step]:
-        audit.collected[Step].append(Step(audit))
-    return audit.collected[Step][0]
+    if not audit.collected[TrainingStep]:
+        audit.collected[TrainingStep].append(TrainingStep(audit))
+    return audit.collected[TrainingStep][0]
 
 
 def _fill(text: str, dtype: str) -> str:
@@ -420,7 +420,7 @@ def check_accumulators(audit: _auditor.Auditor) -> Iterator[Finding]:
     yield from step.findings(_check_ops.ACCUMULATOR_16BIT, averages, text, _FIX_AVERAGE)
 
 
-def _check_moments(step: Step) -> Iterator[Finding]:
+def _check_moments(step: TrainingStep) -> Iterator[Finding]:
     """Reports the moments of an optimizer that is written by hand."""
     moments = list(filter(step.is_gradient_sum, step.updates_16bit()))
     moments = [u for u in moments if u.factor in (_dataflow.LARGE, _dataflow.UNKNOWN)]
