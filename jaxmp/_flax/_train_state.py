@@ -154,7 +154,8 @@ class TrainState(struct.PyTreeNode):
         If the gradients are finite, parameters, masters, optimizer state and every field named in
         `mutables` take their new values, and `step` increases by 1. Otherwise all of them keep
         their old values bit for bit, and only the loss scale, the skip counters and typed PRNG keys
-        in the mutables change. In the same traced step, `replace(batch_stats=...)` is undone, too.
+        in the mutables change. In the same traced step, `replace(batch_stats=...)` is undone, too;
+        otherwise it leaves out elements that are not finite.
 
         Args:
           grads: unscaled gradients, as `value_and_grad` returns them; a tree like `params`.

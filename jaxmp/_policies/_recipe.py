@@ -94,6 +94,9 @@ class Recipe(RecipeData):
     def wrap(self, model: M, *, shardings: PyTree = None) -> M:
         """Returns a model that computes under this recipe's policies; `model` is not modified.
 
+        Elements of its batch statistics that are not finite keep their old values, because a loop
+        may store them where a skipped step cannot restore them.
+
         Args:
           model: an instance of a Flax Linen or NNX module.
           shardings: a `NamedSharding` for each parameter, in a tree like the parameters. Weights
