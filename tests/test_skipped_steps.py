@@ -253,10 +253,8 @@ def test_devices_agree_on_the_leaf(skip):
     for last, counts in ((jnp.nan, (1, 1, 0)), (1.0, (0, -1, 0)), (0.0, (0, -1, 1))):
         rows = jnp.array([[0.0, 0.0], [last, 0.0]])
         stats = jax.vmap(step, (None, 0), axis_name="data")(state, rows)
-        for values, count in zip(
-            (stats.total, stats.nonfinite_leaf, stats.zero_gradients), counts, strict=True
-        ):
-            assert values.tolist() == [count, count]
+        results = stats.total, stats.nonfinite_leaf, stats.zero_gradients
+        assert [each.tolist() for each in results] == [[count] * 2 for count in counts]
 
 
 # ---------------------------------------------------------------------------
@@ -268,8 +266,7 @@ def test_devices_agree_on_the_leaf(skip):
 @pytest.mark.parametrize("framework", ["linen", "nnx"])
 def test_batch_statistics_stay_finite_in_any_loop(framework, recipe):
     """The optimizer sees neither the statistics nor the call that computes them."""
-    recipe = jaxmp.load_recipe(recipe)
-    good = jnp.arange(8.0).reshape(4, 2)
+    recipe, good = jaxmp.load_recipe(recipe), jnp.arange(8.0).reshape(4, 2)
     bad = good.at[0, 0].set(jnp.inf)
     if framework == "linen":
         model = recipe.wrap(nn.Sequential([nn.BatchNorm(use_running_average=False)]))
@@ -278,11 +275,9 @@ def test_batch_statistics_stay_finite_in_any_loop(framework, recipe):
         states += [apply(states[-1], x)[1] for x in (bad, good)]
     else:
         model = recipe.wrap(nnx.Sequential(nnx.BatchNorm(2, rngs=nnx.Rngs(0))))
-        states = [nnx.as_pure(nnx.state(model, nnx.BatchStat))]
-        for x in (bad, good):
-            nnx.jit(lambda model, x: model(x))(model, x)
-            states.append(nnx.as_pure(nnx.state(model, nnx.BatchStat)))
-    (first, _), (kept, _), (last, _) = ([x for x in jax.tree.leaves(s)][-2:] for s in states)
+        run = nnx.jit(lambda model, x: (model(x), nnx.as_pure(nnx.state(model, nnx.BatchStat)))[1])
+        states = [nnx.as_pure(nnx.state(model, nnx.BatchStat)), run(model, bad), run(model, good)]
+    first, kept, last = (jax.tree.leaves(state)[0] for state in states)  # the mean
     assert kept[0] == first[0] and kept[1] != first[1]
     assert np.isfinite(last).all() and last[0] != first[0]
 
