@@ -135,7 +135,7 @@ def in_mesh_of(arrays: Iterable[object]) -> contextlib.AbstractContextManager[ob
     """
     shardings = (getattr(array, "sharding", None) for array in arrays)
     meshes = (each.mesh for each in shardings if isinstance(each, NamedSharding))
-    mesh = next((mesh for mesh in meshes if AxisType.Explicit in mesh.axis_types), None)
+    mesh: Any = next((m for m in meshes if AxisType.Explicit in m.axis_types), None)
     is_set = mesh is None or not _compat.current_mesh().empty
     return contextlib.nullcontext() if is_set else jax.set_mesh(mesh)
 

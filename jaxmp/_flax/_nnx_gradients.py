@@ -48,8 +48,8 @@ def value_and_grad(
     It corresponds to `flax.nnx.value_and_grad`, for computations in 16 bits. Flax objects (modules,
     `nnx.Rngs`, metrics, Variables) can be in any argument, also inside lists, tuples and dicts.
     Values that `fn` writes to them (batch statistics, RNG counts, metrics, sown values) are written
-    to the caller's objects, as in Flax, but elements of statistics and metrics that are not finite
-    keep their old values.
+    to the caller's objects, as in Flax, but elements of statistics that are not finite keep their
+    old values.
 
     Args:
       fn: returns a scalar loss, or another result that `jaxmp.value_and_grad` allows. None: returns

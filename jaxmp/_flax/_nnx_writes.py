@@ -80,8 +80,10 @@ class Write:
         `update` undoes only the last of several calls whose gradients are accumulated, and none in
         a loop or compiled function that it is outside of. Another optimizer undoes nothing.
         """
-        # `nnx.remat` returns the parameters, which a check would gather again.
-        if self.is_restorable and not isinstance(self.slot.variable, nnx.Param):
+        # `nnx.remat` returns the parameters, which a check would gather again. A metric shows the
+        # user the value that is not finite.
+        excluded = (nnx.Param, nnx.metrics.MetricState)
+        if self.is_restorable and not isinstance(self.slot.variable, excluded):
             self.after = self.kept = _core.keep_finite(self.after, self.before)
             self.slot.set(self.kept)
 

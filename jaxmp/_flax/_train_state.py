@@ -154,8 +154,7 @@ class TrainState(struct.PyTreeNode):
         If the gradients are finite, parameters, masters, optimizer state and every field named in
         `mutables` take their new values, and `step` increases by 1. Otherwise all of them keep
         their old values bit for bit, and only the loss scale, the skip counters and typed PRNG keys
-        in the mutables change. In the same traced step, `replace(batch_stats=...)` is undone, too;
-        otherwise it leaves out elements that are not finite.
+        in the mutables change. `replace(batch_stats=...)` takes the finite elements of any step.
 
         Args:
           grads: unscaled gradients, as `value_and_grad` returns them; a tree like `params`.
@@ -179,8 +178,7 @@ class TrainState(struct.PyTreeNode):
             self.tx, grads, self.opt_state, params, **(extra_args or {})
         )
         if applied is not None:
-            old = {name: getattr(self, name) for name in mutables} | vars(self).get("_before", {})
-            mutables = _core.select(applied, {n: getattr(self, n) for n in old} | mutables, old)
+            mutables = _core.select(applied, mutables, {n: getattr(self, n) for n in mutables})
             overwritten = _overwritten.select(applied, overwritten, old_overwritten)
         increment = jnp.ones((), jnp.int32) if applied is None else applied.astype(jnp.int32)
         new = self.replace(
@@ -189,8 +187,6 @@ class TrainState(struct.PyTreeNode):
             opt_state=opt_state,
             **mutables,
         )
-        if isinstance(applied, Tracer) and _core.BATCH_STATS not in mutables:
-            vars(new)["_applied"] = applied
         return _core.warn_if_dropped(new, "state = state.apply_gradients(grads=grads)")
 
     def _check_mutables(self, mutables: dict[str, Any]) -> None:
@@ -246,9 +242,11 @@ def _replace(self: TrainState, **updates: Any) -> TrainState:
 
     New values of `params` become the masters: exactly, if they are in FP32, and by their value, if
     they are in 16 bits. Moments and all other parts of the optimizer state stay as they are, unless
-    `opt_state` is also replaced.
+    `opt_state` is also replaced. Elements of batch statistics that are not finite are left out.
     """
-    marks = {} if "opt_state" in updates else _marks_of_statistics(self, updates)
+    new, old = updates.get(_core.BATCH_STATS), getattr(self, _core.BATCH_STATS, ())
+    if "opt_state" not in updates and _core.are_alike(new, old):
+        updates[_core.BATCH_STATS] = _core.keep_finite(new, old)
     if "params" in updates and "opt_state" not in updates:
         old, _ = _overwritten.split(self.params)
         new, overwritten = _overwritten.split(updates["params"])
@@ -259,30 +257,10 @@ def _replace(self: TrainState, **updates: Any) -> TrainState:
                 new = jax.tree.map(_with_value, new, old, full)
             new, updates["opt_state"] = _assign.set_master_params(new, self.opt_state)
             updates["params"] = _overwritten.join(new, overwritten, updates["params"])
-    replaced = dataclasses.replace(self, **updates)
-    vars(replaced).update(marks)
-    return replaced
+    return dataclasses.replace(self, **updates)
 
 
 TrainState.replace = _replace
-
-
-def _marks_of_statistics(state: TrainState, updates: dict[str, Any]) -> dict[str, Any]:
-    """Undoes new batch statistics if the traced step was skipped, or notes the old ones for it.
-
-    Many programs pass what a loss returned to `replace` instead of `apply_gradients`. Elements that
-    are not finite keep their old values in any step. Returns marks of the new state: `_applied`, if
-    the last step was; `_before`, the statistics before the next.
-    """
-    marks = {name: vars(state)[name] for name in ("_applied", "_before") if name in vars(state)}
-    new, old = updates.get(_core.BATCH_STATS), getattr(state, _core.BATCH_STATS, ())
-    if _core.are_alike(new, old):
-        updates[_core.BATCH_STATS] = _core.keep_finite(new, old)
-        if "_applied" in marks:
-            updates[_core.BATCH_STATS] = _core.select(marks.pop("_applied"), new, old)
-        elif isinstance(state.step, Tracer):
-            marks.setdefault("_before", {_core.BATCH_STATS: old})
-    return marks
 
 
 def _shapes(tree: PyTree) -> PyTree:
