@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxmp import _core, _programs
-from jaxmp._core import PyTree, _compat
+from jaxmp._core import PyTree, _compat, named
 from jaxmp._flax._casts import ModulePolicy, is_opaque
 from jaxmp._programs import Form, Frame
 
@@ -150,6 +150,9 @@ def _count_of_fixed(equation: _compat.JaxprEqn) -> int:
 # Terms of the matmuls that multiply coordinates.
 _FEW = range(16)
 _ARITHMETIC = frozenset(("add", "add_any", "sub", "mul", "div"))
+_COMPARISONS = named("eq ne lt le gt ge")
+# Functions of the difference of their operand and 1, of its last digits, or without a 16-bit form.
+_OF_DIGITS = named("log1p atanh asin erf_inv rem fft")
 
 
 class LabelUses(_programs.Uses):
@@ -177,6 +180,12 @@ class LabelUses(_programs.Uses):
             is_part = results[0] and not results[0] & ~(_programs.Use.RESULT | _programs.Use.PART)
             part = _programs.Use.PART if is_part else _programs.Use.NONE
             used = [each & ~_programs.Use.PART | part for each in used]
+        has_literal = any(map(_programs.is_literal, equation.invars))
+        is_compared = name in _COMPARISONS and not has_literal
+        # `log(1 - x)` and `y / (1 - x)`.
+        is_nearly = name == "sub" and has_literal and results[0] & _programs.Use.MAGNIFIED
+        if is_compared or is_nearly or name in _OF_DIGITS:
+            used = [each | _programs.Use.DIGITS for each in used]
         return used
 
 
@@ -196,10 +205,15 @@ _MOVED = _programs.EXACT - _core.named(
 ) | {"floor", "ceil", "round"}
 
 
+# Stands among the labels of a value that FP32 arguments or parameters have.
+_IN_FP32 = "FP32"
+
+
 class Differences(_OfLabels):
     """Finds the labels of values of which a difference of elements is computed, as of positions.
 
-    The fact of a value is the set of labels of the values whose elements it contains.
+    The fact of a value is the set of labels of the values whose elements it contains, also if it is
+    their mean over points. The difference of two values counts if none is computed from a matmul.
     """
 
     def __init__(self) -> None:
@@ -210,9 +224,11 @@ class Differences(_OfLabels):
         if _programs.sub_jaxprs(equation) or not equation.outvars:
             return self.enter(equation, operands, frame)
         name, labels = equation.primitive.name, frozenset[str]()
+        aval = _programs.array_aval(equation.outvars[0])
         if name == "sub":
-            self.labels |= operands[0] & operands[1]
-        if name in _MOVED:
+            both, either = operands[0] & operands[1], operands[0] | operands[1]
+            self.labels |= either if _IN_FP32 in both else both
+        if name in _MOVED or (name == "reduce_sum" and _sums_points(equation)):
             # Not those of a mask.
             labels = labels.union(*operands[name == "select_n" :])
         elif name in _ARITHMETIC:
@@ -220,8 +236,13 @@ class Differences(_OfLabels):
             arrays = [fact for var, fact in pairs if _programs.array_aval(var).ndim]
             labels = arrays[0] if len(arrays) == 1 else labels  # It is shifted or scaled.
         if name == "name" and (label := _programs.label_of(equation)).startswith(PREFIX):
-            labels |= {label}
+            labels |= {label} if _core.is_16bit(aval.dtype) else {label, _IN_FP32}
         return [labels] * len(equation.outvars)
+
+
+def _sums_points(equation: _compat.JaxprEqn) -> bool:
+    """Returns True for a sum over points or times, but not over features, as of a norm."""
+    return _programs.array_aval(equation.invars[0]).ndim - 1 not in _programs.axes_of(equation)
 
 
 class Reached(_OfLabels):

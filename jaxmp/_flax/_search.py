@@ -334,7 +334,7 @@ _CHEAP = _OF_MODEL, *map(_programs.why_wide, (_programs.Use.LOSS, _programs.Use.
 # Uses of a value that may be rounded. Matmuls on the results of layers are in 16 bits, also those
 # of distances, and a sum or product of a result is rounded as often as the residual stream.
 _ROUNDED = _programs.Use.RESULT | _programs.Use.MAGNIFIED | _programs.Use.SOLUTION
-_ROUNDED_RESULT = _ROUNDED | _programs.Use.DISTANCE | _programs.Use.PART
+_ROUNDED_RESULT = _ROUNDED | _programs.Use.DISTANCE | _programs.Use.PART | _programs.Use.DIGITS
 
 
 def _reason(use: _programs.Use, *, is_layer: bool) -> str:

@@ -58,6 +58,9 @@ class Use(enum.IntFlag):
     SOLUTION = enum.auto()
     # The program returns a sum or product of it and other arrays, which nothing else reads.
     PART = enum.auto()
+    # Its last digits matter: a comparison, remainder or Fourier transform reads it, or it is nearly
+    # the number that is subtracted from it before a logarithm or a quotient.
+    DIGITS = enum.auto()
 
 
 # Use of a value -> why it is not rounded, most important first.
@@ -69,6 +72,7 @@ _WHY_WIDE = {
     Use.CHAINED: "a factorization or a solve reads a linear function of the value",
     Use.DISTANCE: "a distance or angle is a small difference of the value and other numbers",
     Use.ANGLE: "a sine, cosine or tangent of the value is computed",
+    Use.DIGITS: "a comparison, remainder, Fourier transform or logarithm of 1 - value is computed",
     Use.SOLUTION: "it multiplies the result of a factorization or a solve, or the next matmul does",
     Use.MAGNIFIED: "a logarithm, a root or a quotient magnifies the rounding",
     Use.RESULT: "the function returns the value",
@@ -83,7 +87,7 @@ _MAGNIFIED, _SOLVED, _CHAINED, _SUMMED, _PRODUCT, _DISTANCE, _ANGLE, _SOLUTION =
     int, [*Use][4:12]
 )
 _DECISIONS = int(DECISIONS)
-_COMPARED = frozenset(("argmax", "argmin", "top_k", "approx_top_k", "sort"))
+_COMPARED = named("argmax argmin top_k approx_top_k sort SearchSorted")
 # Operations that move or choose elements, and leave them as they are.
 EXACT = named(
     "convert_element_type reduce_precision copy copy_p neg max min clamp select_n reduce_max"
@@ -99,6 +103,8 @@ EXACT = named(
 # Operations whose results are squares or absolute values, if their operands are.
 _MOVES = named("convert_element_type reshape broadcast_in_dim transpose squeeze copy")
 _SUMS = named("reduce_sum cumsum reduce_window_sum scatter-add scatter-sub select_and_scatter_add")
+# Of a complex number, they contain the sine and cosine of its imaginary part.
+_WAVES = named("exp exp2 expm1 pow")
 # Functions whose results are accurate if they were rounded, but not if their operands were.
 _FLAT = frozenset(("tanh", "atan", "erf", "erfc", "logistic"))
 _MAGNIFYING = named("log log1p log2 sqrt rsqrt cbrt erf_inv acos asin acosh atanh")
@@ -109,10 +115,9 @@ _PASSED = {
     for names, passed in (
         (_FLAT, _DECISIONS | _SOLVED | _RESULT),
         (_MAGNIFYING, _DECISIONS | _SOLVED),
-        (
-            named("exp exp2 expm1 sin cos tan sinh cosh asinh pow digamma lgamma erf_inv rem"),
-            _DECISIONS | _SOLVED,
-        ),
+        # Frequencies may be powers, and their logarithms parameters.
+        (_WAVES, _DECISIONS | _SOLVED | _ANGLE),
+        (named("sin cos tan sinh cosh asinh digamma lgamma erf_inv rem"), _DECISIONS | _SOLVED),
         (
             named("sqrt cbrt abs square integer_pow reduce_prod cumprod"),
             _DECISIONS | _SOLVED | _MAGNIFIED,
@@ -286,7 +291,8 @@ class Uses(Backward):
             used[0] |= _MAGNIFIED
         if name in ("acos", "acosh"):
             used[0] |= _DISTANCE
-        if name in ("sin", "cos", "tan"):
+        is_wave = name in _WAVES and array_aval(equation.invars[0]).dtype.kind == "c"
+        if is_wave or name in ("sin", "cos", "tan"):
             used[0] |= _ANGLE
         if name == "div":
             used[1] = used[1] & (_DECISIONS | _SOLVED) | _MAGNIFIED
@@ -312,7 +318,7 @@ class Uses(Backward):
         name = "mul" if is_outer_product(equation) else equation.primitive.name
         passed = _PASSED.get(name, ~_NONE)
         if name in ("exp", "exp2") and use & _PRODUCT:
-            return passed & (_ORDER | _SOLVED)
+            return passed & (_ORDER | _SOLVED | _ANGLE)
         if use & _RESULT and name in _COMBINING:
             is_small = any(self._is_small(v, equation) for v in equation.invars)
             return passed if is_small else passed & ~_RESULT
@@ -363,10 +369,10 @@ def _of_summand(equation: JaxprEqn, use: int) -> int:
 
 
 def _is_float(aval: Any) -> bool:
-    return hasattr(aval, "dtype") and _is_floating(aval.dtype)
+    return hasattr(aval, "dtype") and _is_inexact(aval.dtype)
 
 
 # Each operand asks for it, and `issubdtype` is slow.
 @functools.cache
-def _is_floating(dtype: Any) -> bool:
-    return jnp.issubdtype(dtype, jnp.floating)
+def _is_inexact(dtype: Any) -> bool:
+    return jnp.issubdtype(dtype, jnp.inexact)
