@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxmp import _core, _programs
@@ -33,9 +34,14 @@ class CalledModule(NamedTuple):
 
 
 class Labeling:
-    """`Context.decisions` while a model is traced with labels: the modules that were called."""
+    """`Context.decisions` while a model is traced with labels: the modules that were called.
 
-    def __init__(self) -> None:
+    Args:
+      casts_inputs: False if modules do not cast arguments and parameters in this trace.
+    """
+
+    def __init__(self, casts_inputs: bool) -> None:
+        self.casts_inputs = casts_inputs
         self.modules: dict[str, CalledModule] = {}
         # Labels of the results of linear layers.
         self.layers: set[str] = set()
@@ -95,9 +101,12 @@ def unrounded(owner: str, tree: PyTree) -> dict[int, bool]:
     The arguments are those of `labeled`.
     """
     decisions: Any = _compat.current_context().decisions
-    if not decisions or isinstance(decisions, Labeling):
-        return {}
     leaves = enumerate(jax.tree.leaves(tree, is_leaf=is_opaque))
+    if isinstance(decisions, Labeling):
+        is_kept = is_input(owner) and not decisions.casts_inputs
+        return {id(leaf): False for _, leaf in leaves} if is_kept else {}
+    if not decisions:
+        return {}
     rows = ((id(leaf), f"{owner}{n}") for n, leaf in leaves)
     return {key: label + WEAK in decisions for key, label in rows if label in decisions}
 
@@ -119,13 +128,15 @@ def is_exact(module_policy: ModulePolicy, method: str, operands: PyTree) -> bool
     owner = label_owner(module_policy.resolved.path, method, ARGUMENT)
     leaves = jax.tree.leaves(operands)[:1]
     is_fp32 = [getattr(leaf, "dtype", None) == _core.FLOAT32 for leaf in leaves] == [True]
-    return is_fp32 and module_policy.method(method).is_dot and bool(unrounded(owner, leaves))
+    return not labeling() and is_fp32 and module_policy.method(method).is_dot and bool(unrounded(owner, leaves))
 
 
 def read_param(module_policy: ModulePolicy, name: str, value: PyTree) -> PyTree:
     """Returns a parameter of a module in the dtype in which the module reads it."""
     owner = label_owner(module_policy.resolved.path, name, PARAMETER)
-    if labeling() and not module_policy.traits.dtype:  # Flax's layers cast their parameters.
+    if labeling():
+        if module_policy.traits.dtype:  # Flax's layers cast their parameters.
+            return _core.cast_floating(value, module_policy.param_dtype(name))
         value = labeled(owner, value)
     if kept := unrounded(owner, value):
         return _core.weakly_typed(value) if any(kept.values()) else value
@@ -267,6 +278,8 @@ class Reached(_OfLabels):
         self.fixed = frozenset[str]()
         # Arguments that a matmul outside of layers reads, which would multiply FP32.
         self.multiplied = frozenset[str]()
+        # Parameters in 16 bits that should be in FP32.
+        self.stored: dict[str, np.dtype] = {}
         # True if such a value and a 16-bit array may be operands of one operation.
         self.meets = False
 
@@ -285,6 +298,8 @@ class Reached(_OfLabels):
                 self.rounded |= {label: None} if is_16bit or aval.weak_type else {}
             elif label in self._arguments:
                 layers |= set() if is_16bit else {label}
+                is_stored = is_16bit and f" {PARAMETER} " in label
+                self.stored |= {label: aval.dtype} if is_stored else {}
             elif is_input(label):
                 layers -= self._arguments  # The module casts it.
             self.labels |= {label} if layers else set()

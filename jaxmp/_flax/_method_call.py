@@ -123,8 +123,8 @@ class MethodCall:
         module_policy = self.module_policy
         method = module_policy.method(self.method)
         owner = _labels.label_owner(module_policy.resolved.path, self.method, _labels.ARGUMENT)
+        args, kwargs = incoming = _labels.labeled(owner, incoming)
         unrounded = _labels.unrounded(owner, incoming)
-        args, kwargs = _labels.labeled(owner, incoming)
         is_noted = _core.is_16bit(module_policy.input_dtype)
 
         def cast_leaf(leaf: Any, dtype: DTypeLike) -> Any:

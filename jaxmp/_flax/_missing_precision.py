@@ -15,7 +15,7 @@ import numpy as np
 from jaxmp import _core, _programs
 from jaxmp._core import PyTree, _compat
 from jaxmp._flax._casts import ModulePolicy
-from jaxmp._flax._labels import PREFIX, RESULT, CalledModule, Labeling, label_owner
+from jaxmp._flax._labels import PARAMETER, PREFIX, RESULT, CalledModule, Labeling, label_owner
 from jaxmp._flax._layer_table import CONV
 from jaxmp._programs import Frame, Lines
 from jaxmp.fp8 import _explain
@@ -151,6 +151,27 @@ def refused_sums(
         f"16-bit array in {os.path.basename(file)}, line {line}. Convert this array there, "
         f"y.astype(jnp.float32), and add a rule for the layer, Rule({path!r}, 'o=f32')."
     )
+
+
+def stored_parameters(stored: dict[str, np.dtype], reasons: dict[str, str]) -> list[str]:
+    """Returns a warning of each parameter in 16 bits of which a small change is magnified.
+
+    Args:
+      stored: label -> dtype of the parameters in 16 bits.
+      reasons: label -> why the value should be FP32.
+    """
+    uses, messages = _programs.Use, []
+    magnified = uses.ORDER, uses.SOLVED, uses.CHAINED, uses.DISTANCE, uses.ANGLE, uses.DIGITS
+    for label, dtype in stored.items():
+        if reasons[label] in map(_programs.why_wide, magnified):
+            owner = label.removeprefix(PREFIX).rpartition(f" {PARAMETER} ")[0]
+            path, _, name = owner.rpartition(".")
+            messages.append(
+                f"The parameter {name!r} of {f'the module {path!r}' if path else 'the model'} is "
+                f"stored in {dtype}, although {reasons[label]}. Store it in FP32: "
+                f"Rule({f'{path}:{name}'!r}, 'p=f32')."
+            )
+    return messages
 
 
 def unused_fp8(cls: type, rows: list[Any], labels: dict[str, str], jaxpr: _compat.Jaxpr) -> str:

@@ -94,10 +94,15 @@ class ModelSearch:
             self._failure = ""
             # Only a call of the whole model shows that no layer uses FP8; `explain` lists them.
             is_whole = name.endswith("__call__") and not _explain.is_recording()
-            labeling = _labels.Labeling()
-            labels = self._search(key, prepare, labeling, is_whole=is_whole)
-            # JAX's caches keep the context of a trace, but the classes of modules may die.
-            labeling.modules.clear()
+            labels = None
+            # If JAX refuses 16 bits, as in `fft`, `lu` and `jax.linearize`, it may accept FP32.
+            for casts_inputs in (True, False):
+                labeling = _labels.Labeling(casts_inputs)
+                labels = self._search(key, prepare, labeling, is_whole=is_whole)
+                # JAX's caches keep the context of a trace, but the classes of modules may die.
+                labeling.modules.clear()
+                if labels is not None:
+                    break
             if labels is None:
                 # The call itself will raise, or it cannot be searched. If it is repeated, it may
                 # succeed with other variables, or with the RNG that was missing.
@@ -140,8 +145,9 @@ class ModelSearch:
             closed, variables, fp8 = _traced(prepare, labeling)
         except Exception as error:
             # The call itself raises the same error, or it reads values of arrays outside of `jit`.
-            self._failure = _failure_text(key, labeling, error)
+            self._failure = self._failure or _failure_text(key, labeling, error)
             return None
+        self._failure = ""
         uses = _labels.LabelUses()
         uses.facts(closed.jaxpr, _programs.wide_results(closed.jaxpr))
         differences, nothing = _labels.Differences(), [frozenset[str]()] * len(closed.jaxpr.invars)
@@ -157,6 +163,11 @@ class ModelSearch:
         if in_fp8 and len(labeling.layers) == 1:  # It is a part of a model.
             reasons = {label: reason for label, reason in reasons.items() if reason != _OF_MODEL}
         reasons = {label: reason for label, reason in reasons.items() if reason}
+        if not labeling.casts_inputs:
+            layers = {label.rpartition(f" {_labels.RESULT} ")[0] for label in labeling.layers}
+            inputs = filter(_labels.is_input, uses.of_labels)
+            owner = lambda label: label.rpartition(f" {_labels.ARGUMENT} ")[0]
+            reasons = {x: _REFUSED for x in inputs if owner(x) not in layers} | reasons
         self._layers |= labeling.layers
         is_strict = jax.config.jax_numpy_dtype_promotion == "strict"  # pyright: ignore
         arguments = set(filter(_labels.is_input, reasons))
@@ -171,6 +182,7 @@ class ModelSearch:
         weak = labels.keys() & reached.multiplied
         labels |= {label + _labels.WEAK: labels[label] for label in weak}
         may_meet = reached.meets or not reached.fixed.isdisjoint(labels)
+        may_meet = may_meet or not labeling.casts_inputs
         labels, error = _accepted(prepare, labels, reached.fixed) if may_meet else (labels, None)
         if error is not None and is_strict:
             rounded = [label for label in reached.rounded if reasons[label] != _OF_MODEL]
@@ -181,13 +193,15 @@ class ModelSearch:
                 self._refused.add(refused)
         if not path and all(parts for parts, *_ in self._labels):
             count = len(jax.tree.leaves(variables))
-            low = "" if is_cast else _missing_precision.low_share(cls, closed, count, labeling)
+            is_changed = is_cast or not labeling.casts_inputs
+            low = "" if is_changed else _missing_precision.low_share(cls, closed, count, labeling)
             unused = unmatched = ""
             if in_fp8 and is_whole:
                 unused = _missing_precision.unused_fp8(cls, fp8.rows, labels, closed.jaxpr)
             if is_whole and _core.has_collections(variables):
                 unmatched = _unmatched_rule(policies, labeling, variables[_core.PARAMS])
-            self._messages += filter(None, (low, unused, unmatched))
+            stored = _missing_precision.stored_parameters(reached.stored, reasons)
+            self._messages += filter(None, (low, unused, unmatched, *stored))
         return labels
 
 
@@ -239,7 +253,8 @@ def _accepted(
     refused, of_inputs = None, set(filter(_labels.is_input, labels))
     cheap = {label for label in of_inputs if labels[label] in _CHEAP}
     of_model = {label for label, reason in labels.items() if reason == _OF_MODEL}
-    every = [labels.keys() - left_out for left_out in ((), cheap, of_inputs)]
+    without_reason = {label for label in of_inputs if labels[label] == _REFUSED}
+    every = [labels.keys() - left_out for left_out in (without_reason, (), cheap, of_inputs)]
     every = [each for own in every for each in (own, own - fixed)]
     candidates = map(frozenset, [*every, *(own - of_model for own in every)])
     for accepted in filter(None, dict.fromkeys(candidates)):
@@ -329,6 +344,8 @@ _EMPTY = types.CellType()
 
 
 _OF_MODEL = "its results are those of the model"
+# Of inputs that are kept in FP32 because the model cannot be traced if they are all rounded.
+_REFUSED = "JAX refuses 16 bits in an operation that reads the value or another input"
 # Reasons for which an argument is not kept in FP32 if a matmul outside of layers reads it.
 _CHEAP = _OF_MODEL, *map(_programs.why_wide, (_programs.Use.LOSS, _programs.Use.PART))
 # Uses of a value that may be rounded. Matmuls on the results of layers are in 16 bits, also those

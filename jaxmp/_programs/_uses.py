@@ -87,7 +87,7 @@ _MAGNIFIED, _SOLVED, _CHAINED, _SUMMED, _PRODUCT, _DISTANCE, _ANGLE, _SOLUTION =
     int, [*Use][4:12]
 )
 _DECISIONS = int(DECISIONS)
-_COMPARED = named("argmax argmin top_k approx_top_k sort SearchSorted")
+_COMPARED = frozenset(("argmax", "argmin", "top_k", "approx_top_k", "sort"))
 # Operations that move or choose elements, and leave them as they are.
 EXACT = named(
     "convert_element_type reduce_precision copy copy_p neg max min clamp select_n reduce_max"
@@ -340,8 +340,11 @@ def _is_linear(equation: JaxprEqn) -> bool:
 
 
 def _makes_index(equation: JaxprEqn) -> bool:
-    """Returns True for a conversion to integers, unless they are too few bits for an index."""
-    if equation.primitive.name != "convert_element_type":
+    """Returns True for a conversion to integers, unless they are too few bits for an index.
+
+    A call of a function whose jaxpr is not known, such as `jnp.searchsorted`, counts as one.
+    """
+    if equation.primitive.name not in ("convert_element_type", "call_hi_primitive"):
         return False
     dtype = array_aval(equation.outvars[0]).dtype
     return jnp.issubdtype(dtype, jnp.integer) and dtype.itemsize > 2
