@@ -37,11 +37,11 @@ class Labeling:
     """`Context.decisions` while a model is traced with labels: the modules that were called.
 
     Args:
-      casts_inputs: False if modules do not cast arguments and parameters in this trace.
+      casts: False if modules cast neither arguments, parameters nor results in this trace.
     """
 
-    def __init__(self, casts_inputs: bool) -> None:
-        self.casts_inputs = casts_inputs
+    def __init__(self, casts: bool) -> None:
+        self.casts = casts
         self.modules: dict[str, CalledModule] = {}
         # Labels of the results of linear layers.
         self.layers: set[str] = set()
@@ -103,8 +103,7 @@ def unrounded(owner: str, tree: PyTree) -> dict[int, bool]:
     decisions: Any = _compat.current_context().decisions
     leaves = enumerate(jax.tree.leaves(tree, is_leaf=is_opaque))
     if isinstance(decisions, Labeling):
-        is_kept = is_input(owner) and not decisions.casts_inputs
-        return {id(leaf): False for _, leaf in leaves} if is_kept else {}
+        return {} if decisions.casts else {id(leaf): False for _, leaf in leaves}
     if not decisions:
         return {}
     rows = ((id(leaf), f"{owner}{n}") for n, leaf in leaves)
@@ -128,7 +127,12 @@ def is_exact(module_policy: ModulePolicy, method: str, operands: PyTree) -> bool
     owner = label_owner(module_policy.resolved.path, method, ARGUMENT)
     leaves = jax.tree.leaves(operands)[:1]
     is_fp32 = [getattr(leaf, "dtype", None) == _core.FLOAT32 for leaf in leaves] == [True]
-    return not labeling() and is_fp32 and module_policy.method(method).is_dot and bool(unrounded(owner, leaves))
+    return (
+        not labeling()
+        and is_fp32
+        and module_policy.method(method).is_dot
+        and bool(unrounded(owner, leaves))
+    )
 
 
 def read_param(module_policy: ModulePolicy, name: str, value: PyTree) -> PyTree:

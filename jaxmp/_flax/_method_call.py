@@ -226,6 +226,11 @@ _NO_16BIT = re.compile(
 )
 
 
+def lacks_16bit_form(error: Exception) -> bool:
+    """Returns True if JAX raised an error because an operation, such as `fft`, refuses 16 bits."""
+    return _NO_16BIT.search(str(error)) is not None
+
+
 def explain_mismatch(
     error: Exception, module_policy: _casts.ModulePolicy, method: str = ""
 ) -> None:
@@ -245,7 +250,7 @@ def explain_mismatch(
         if _programs.trace.__code__.co_filename in text and not has_note:
             error.add_note(_KEPT)
         return
-    is_refused = _NO_16BIT.search(text) is not None
+    is_refused = lacks_16bit_form(error)
     concerns = policy.compute_dtype.name in text and ("float32" in text or is_refused)
     if not (_core.is_16bit(policy.compute_dtype) and concerns) or has_note:
         return

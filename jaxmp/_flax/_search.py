@@ -30,6 +30,7 @@ from jaxmp import _core, _programs
 from jaxmp._autocast._resolve import is_traced_by_autocast
 from jaxmp._core import PyTree, _compat
 from jaxmp._flax import _labels, _missing_precision
+from jaxmp._flax._method_call import lacks_16bit_form
 from jaxmp._gradients import _hints
 from jaxmp._policies._device import computes_in_16_bits
 from jaxmp._policies._load import PolicyMap
@@ -44,6 +45,8 @@ from jaxmp.fp8 import _explain
 
 # Class, policies and path of a model in the model that has the policies.
 _Key: TypeAlias = tuple[type, PolicyMap, tuple[str, ...]]
+# The program of a call, the variables that it reads, and its matmuls in FP8.
+_Traced: TypeAlias = tuple[_compat.ClosedJaxpr, PyTree, _explain.Record]
 # Returns a function of arrays that calls the model, the arrays, and the variables among them.
 _Prepare: TypeAlias = Callable[[], tuple[Callable[..., PyTree], PyTree, PyTree]]
 
@@ -94,15 +97,7 @@ class ModelSearch:
             self._failure = ""
             # Only a call of the whole model shows that no layer uses FP8; `explain` lists them.
             is_whole = name.endswith("__call__") and not _explain.is_recording()
-            labels = None
-            # If JAX refuses 16 bits, as in `fft`, `lu` and `jax.linearize`, it may accept FP32.
-            for casts_inputs in (True, False):
-                labeling = _labels.Labeling(casts_inputs)
-                labels = self._search(key, prepare, labeling, is_whole=is_whole)
-                # JAX's caches keep the context of a trace, but the classes of modules may die.
-                labeling.modules.clear()
-                if labels is not None:
-                    break
+            labels = self._search(key, prepare, is_whole=is_whole)
             if labels is None:
                 # The call itself will raise, or it cannot be searched. If it is repeated, it may
                 # succeed with other variables, or with the RNG that was missing.
@@ -136,18 +131,32 @@ class ModelSearch:
         }
         return results, inputs
 
-    def _search(
-        self, key: _Key, prepare: _Prepare, labeling: _labels.Labeling, *, is_whole: bool
-    ) -> dict[str, str] | None:
+    def _trace(
+        self, key: _Key, prepare: _Prepare, *, casts: bool = True
+    ) -> tuple[_labels.Labeling, _Traced] | None:
+        """Returns the labeling of a call, and the results of `_traced`; None if that fails.
+
+        If JAX has no 16-bit form of an operation, such as `fft` or `lu`, modules cast nothing.
+        """
+        labeling = _labels.Labeling(casts)
+        try:
+            return labeling, _traced(prepare, labeling)
+        except Exception as error:
+            if casts and lacks_16bit_form(error):
+                labeling.modules.clear()
+                return self._trace(key, prepare, casts=False)
+            # The call itself raises the same error, or it reads values of arrays outside of `jit`.
+            self._failure = _failure_text(key, labeling, error)
+            labeling.modules.clear()
+            return None
+
+    def _search(self, key: _Key, prepare: _Prepare, *, is_whole: bool) -> dict[str, str] | None:
         """Returns label -> why its value is not rounded; None if the call cannot be traced."""
         is_cast = is_traced_by_autocast()
-        try:
-            closed, variables, fp8 = _traced(prepare, labeling)
-        except Exception as error:
-            # The call itself raises the same error, or it reads values of arrays outside of `jit`.
-            self._failure = self._failure or _failure_text(key, labeling, error)
+        searched = self._trace(key, prepare)
+        if searched is None:
             return None
-        self._failure = ""
+        labeling, (closed, variables, fp8) = searched
         uses = _labels.LabelUses()
         uses.facts(closed.jaxpr, _programs.wide_results(closed.jaxpr))
         differences, nothing = _labels.Differences(), [frozenset[str]()] * len(closed.jaxpr.invars)
@@ -163,11 +172,11 @@ class ModelSearch:
         if in_fp8 and len(labeling.layers) == 1:  # It is a part of a model.
             reasons = {label: reason for label, reason in reasons.items() if reason != _OF_MODEL}
         reasons = {label: reason for label, reason in reasons.items() if reason}
-        if not labeling.casts_inputs:
-            layers = {label.rpartition(f" {_labels.RESULT} ")[0] for label in labeling.layers}
-            inputs = filter(_labels.is_input, uses.of_labels)
-            owner = lambda label: label.rpartition(f" {_labels.ARGUMENT} ")[0]
-            reasons = {x: _REFUSED for x in inputs if owner(x) not in layers} | reasons
+        if not labeling.casts:
+            method = lambda label: label.rpartition(" ")[0].rpartition(" ")[0]
+            layers = set(map(method, labeling.layers))
+            labels = filter(lambda label: method(label) not in layers, uses.of_labels)
+            reasons = dict.fromkeys(labels, _REFUSED) | reasons
         self._layers |= labeling.layers
         is_strict = jax.config.jax_numpy_dtype_promotion == "strict"  # pyright: ignore
         arguments = set(filter(_labels.is_input, reasons))
@@ -182,7 +191,7 @@ class ModelSearch:
         weak = labels.keys() & reached.multiplied
         labels |= {label + _labels.WEAK: labels[label] for label in weak}
         may_meet = reached.meets or not reached.fixed.isdisjoint(labels)
-        may_meet = may_meet or not labeling.casts_inputs
+        may_meet = may_meet or not labeling.casts
         labels, error = _accepted(prepare, labels, reached.fixed) if may_meet else (labels, None)
         if error is not None and is_strict:
             rounded = [label for label in reached.rounded if reasons[label] != _OF_MODEL]
@@ -193,7 +202,7 @@ class ModelSearch:
                 self._refused.add(refused)
         if not path and all(parts for parts, *_ in self._labels):
             count = len(jax.tree.leaves(variables))
-            is_changed = is_cast or not labeling.casts_inputs
+            is_changed = is_cast or not labeling.casts
             low = "" if is_changed else _missing_precision.low_share(cls, closed, count, labeling)
             unused = unmatched = ""
             if in_fp8 and is_whole:
@@ -202,13 +211,13 @@ class ModelSearch:
                 unmatched = _unmatched_rule(policies, labeling, variables[_core.PARAMS])
             stored = _missing_precision.stored_parameters(reached.stored, reasons)
             self._messages += filter(None, (low, unused, unmatched, *stored))
+        # JAX's caches keep the context of a trace, but the classes of modules may die.
+        labeling.modules.clear()
         return labels
 
 
-def _traced(
-    prepare: _Prepare, decisions: Hashable
-) -> tuple[_compat.ClosedJaxpr, PyTree, _explain.Record]:
-    """Returns the program of a call with some decisions, its variables, and those on FP8."""
+def _traced(prepare: _Prepare, decisions: Hashable) -> _Traced:
+    """Traces a call with some decisions."""
     fn, arrays, variables = prepare()
     search = _compat.context(decisions=decisions)
     # The loss in which the model is called does not differentiate this trace.
@@ -253,7 +262,7 @@ def _accepted(
     refused, of_inputs = None, set(filter(_labels.is_input, labels))
     cheap = {label for label in of_inputs if labels[label] in _CHEAP}
     of_model = {label for label, reason in labels.items() if reason == _OF_MODEL}
-    without_reason = {label for label in of_inputs if labels[label] == _REFUSED}
+    without_reason = {label for label, reason in labels.items() if reason == _REFUSED}
     every = [labels.keys() - left_out for left_out in (without_reason, (), cheap, of_inputs)]
     every = [each for own in every for each in (own, own - fixed)]
     candidates = map(frozenset, [*every, *(own - of_model for own in every)])
@@ -344,8 +353,8 @@ _EMPTY = types.CellType()
 
 
 _OF_MODEL = "its results are those of the model"
-# Of inputs that are kept in FP32 because the model cannot be traced if they are all rounded.
-_REFUSED = "JAX refuses 16 bits in an operation that reads the value or another input"
+# Of values in a model that cannot be traced if they are all rounded.
+_REFUSED = "JAX refuses 16 bits in an operation that reads this or another value"
 # Reasons for which an argument is not kept in FP32 if a matmul outside of layers reads it.
 _CHEAP = _OF_MODEL, *map(_programs.why_wide, (_programs.Use.LOSS, _programs.Use.PART))
 # Uses of a value that may be rounded. Matmuls on the results of layers are in 16 bits, also those
