@@ -165,7 +165,8 @@ def _count_of_fixed(equation: _compat.JaxprEqn) -> int:
 # Terms of the matmuls that multiply coordinates.
 _FEW = range(16)
 _ARITHMETIC = frozenset(("add", "add_any", "sub", "mul", "div"))
-_COMPARISONS = named("eq ne lt le gt ge")
+# Not of equality, by which a write finds the elements of a parameter that have changed.
+_COMPARISONS = frozenset(("lt", "le", "gt", "ge"))
 # Functions of the difference of their operand and 1, of its last digits, or without a 16-bit form.
 _OF_DIGITS = named("log1p atanh asin erf_inv rem fft")
 
