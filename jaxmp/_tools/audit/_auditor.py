@@ -189,6 +189,16 @@ class Auditor:
         """The results of the program."""
         return self.program.jaxpr.outvars
 
+    @property
+    def learned_scalars(self) -> set[int]:
+        """Numbers of the arguments that gradients update, such as a learned temperature.
+
+        A loss scale, which may also change with the gradients, divides them.
+        """
+        updates = self.flow.labels(_dataflow.Update, *self.results)
+        learned = {update.number for update in updates if update.has_gradient}
+        return learned.difference(self.collected[_dataflow.Power])
+
     def maker_of(self, result: _programs.Atom) -> _checks.OpOccurrence | None:
         """Returns the operation that computes a result, inside of the calls that return it."""
         scope, var, op = self.program, result, None

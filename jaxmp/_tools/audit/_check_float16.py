@@ -75,7 +75,7 @@ def report_epsilon(op: _checks.OpOccurrence) -> None:
     """Reports an epsilon of 0 where 0 has no finite result."""
     divisor = op.operands[-1:] if op.name == "div" else op.operands[:1]
     for label in op.labels(LostEpsilon, *divisor):
-        fix = _origins.fix_operation(op, "float16", _origins.SUMS) or label.fix
+        fix = _origins.fix_operation(op, "float16", _origins.SUMS, label.op) or label.fix
         label.fix = fix.replace("Compute", f"At {op.where}, compute")
     op.audit.report(LostEpsilon, divisor, f", and the {op.name} at {op.where} is not finite for 0")
 
@@ -289,7 +289,7 @@ def check_division(op: _checks.OpOccurrence) -> None:
             continue
         powers = powers_of(op.audit.flow.of(other))
         for number in (n for n, power in powers.items() if power == divided):
-            op.audit.collected[SCALED_GRADIENTS].append(number)
+            op.audit.collected[_dataflow.Power].append(number)
             if _of_gradient(var, op.audit).get(number, 0) == 0:
                 message = "gradients are divided by the loss scale a second time."
                 fix = f"Remove the second division by the loss scale, at {op.where}."
@@ -343,8 +343,8 @@ def check_scales(audit: _auditor.Auditor) -> Iterable[_rows.Finding]:
     """Reports the collected events of loss scales, and results that depend on one."""
     scales = set(powers_of(audit.flow.of_all(var for _, var in audit.traced.dynamic_scales())))
     if not scales and audit.float16_backward is not None:
-        scales = audit.flow.scaled_by
-    scales = scales.union(audit.collected[SCALED_GRADIENTS]) & audit.flow.scaled_by
+        scales = audit.flow.scaled_by - audit.learned_scalars
+    scales = scales.union(audit.collected[_dataflow.Power]) & audit.flow.scaled_by
     events = [event for event in audit.collected[_Event] if event.number in scales]
     for event in events:
         event.op.add(SCALED_GRADIENTS, event.message, event.fix)

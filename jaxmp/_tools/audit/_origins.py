@@ -36,7 +36,12 @@ _PROBABILITIES = ("softmax", "sigmoid")
 _MAX_ORIGINS = 4
 
 
-def fix_operation(op: OpOccurrence, back: str = "", through: frozenset[str] = _ELEMENTWISE) -> str:
+def fix_operation(
+    op: OpOccurrence,
+    back: str = "",
+    through: frozenset[str] = _ELEMENTWISE,
+    operand: OpOccurrence | None = None,
+) -> str:
     """Returns the fix of an operation in 16 bits.
 
     A cast of its operand does not help if the operand was rounded before. The fix then changes the
@@ -46,6 +51,7 @@ def fix_operation(op: OpOccurrence, back: str = "", through: frozenset[str] = _E
       op: the operation.
       back: the dtype of the result; "" for FP32.
       through: the primitives that compute the operand from what was rounded.
+      operand: the operation to compute in FP32 if no code is known for what was rounded.
 
     Returns:
       Sentences and code, words alone if the function is not known, or "" without source code.
@@ -55,8 +61,11 @@ def fix_operation(op: OpOccurrence, back: str = "", through: frozenset[str] = _E
         return in_words(op)
     back = "" if _is_widened(op) or _is_read_exactly(op, _rewrite.known_function(own)[0]) else back
     lines, wide = _at_origins(_rounded_by(op, through), op, own)
-    if lines and back:
+    if operand is not None and not lines and wide == _rewrite.wide_code(own):
+        lines, wide = _at_origins([operand], op, own)
+    if lines and back and "dtype=" not in own.text:
         wide = own.text
+    wide = _rewrite.in_wide_dtypes(own, wide)
     dtype = _checks.half_of((*op.operands, *op.equation.outvars))
     narrowed = lambda code: "" if dtype is None else _rewrite.narrow_code(own, code, dtype.name)
     narrow, alone = narrowed(wide), _rewrite.wide_code(own) if lines else ""
@@ -265,7 +274,9 @@ def _at_origins(
             continue
         changed = _rewrite.in_fp32(expression)
         is_here = origin.line == op.line
-        if not changed or (is_here and changed in code):
+        # The zeros that a function adds to are a part of it.
+        is_own = expression.place == own.place
+        if not changed or is_own or (is_here and changed in code):
             continue
         if is_here and expression.text in code:
             # With an operand in FP32, the function computes in FP32 without a cast, unless its own

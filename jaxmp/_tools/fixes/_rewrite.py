@@ -18,6 +18,7 @@ from jaxmp._tools.fixes import _functions
 from jaxmp._tools.fixes._source import Expression
 
 _WIDE = ast.Attribute(ast.Name("jnp"), "float32")
+_FP32 = "jax.numpy.float32"
 
 
 # Several checks ask for the function of one expression.
@@ -49,7 +50,20 @@ def in_fp32(expression: Expression) -> str:
       expression: a call or an operation, of which the first array is cast, or a cast or a
         constant, whose dtype is replaced.
     """
-    return expression.replaced_by(wide_code(expression))
+    return expression.replaced_by(in_wide_dtypes(expression, wide_code(expression)))
+
+
+def in_wide_dtypes(expression: Expression, code: str) -> str:
+    """Returns FP32 code of an expression without 16-bit numbers: `jnp.float16(1e-8)` is 0."""
+
+    def widened(node: ast.AST) -> ast.expr | None:
+        match node:
+            case ast.Call(function, [ast.Constant() as number], []) if is_16bit(function):
+                return number
+        return None
+
+    is_16bit = lambda function: expression.name_of(function) in _functions.DTYPES - {_FP32}
+    return ast.unparse(Changed(widened).visit(parsed(code))) if code else ""
 
 
 # Several checks ask for the code of one expression.
@@ -353,13 +367,13 @@ def with_finite_numbers(expression: Expression, dtype: str) -> str:
 def cast(array: ast.expr, dtype: str = "float32") -> ast.expr:
     """Returns code for a cast of an array.
 
-    It is before a bound, which 16 bits may round to 1 or 0, and before a square, which overflows
-    early.
+    It is before a bound or an epsilon, which 16 bits may round to 1 or 0, and before a square,
+    which overflows early.
     """
     is_wide = dtype == "float32"
-    squared = _squared(array) if is_wide else None
-    if squared is not None:
-        return Changed({squared: cast(squared)}.get).visit(array)
+    part = _squared(array) or _before_epsilon(array) if is_wide else None
+    if part is not None:
+        return Changed({part: cast(part)}.get).visit(array)
     if is_wide and isinstance(array, ast.Call) and isinstance(array.func, ast.Attribute):
         function, numbers = array.func, [each.value for each in array.keywords]
         if function.attr in _CASTS:
@@ -395,6 +409,14 @@ def _squared(node: ast.expr) -> ast.expr | None:
             return x
         case ast.BinOp(x, ast.Mult(), same) if ast.unparse(x) == ast.unparse(same):
             return x
+    return None
+
+
+def _before_epsilon(node: ast.expr) -> ast.expr | None:
+    """Returns the operand of a sum with a small number, such as `x + 1e-8`; None for others."""
+    match node:
+        case ast.BinOp(x, ast.Add(), ast.Constant(value) | ast.Call(_, [ast.Constant(value)], [])):
+            return x if isinstance(value, float) and value < 1e-3 else None
     return None
 
 

@@ -61,8 +61,6 @@ def text_of(file: str, line: int) -> str:
 IN_FP32 = ".astype(jnp.float32)"
 IN_16_BITS = (".astype(jnp.bfloat16)", ".astype(jnp.float16)")
 _JNP = re.compile(r"\bjnp\b")
-# Lines of code of one fix.
-_MOST_CODES = 6
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -388,21 +386,25 @@ def with_inner(code: str, old: str, new: str) -> str:
     """Returns code with an expression replaced by one in FP32, which needs no cast after it."""
     for text, changed in ((f"({old}){IN_FP32}", f"({new})"), (old + IN_FP32, new)):
         code = code.replace(text, changed)
-    code = code.replace(old, new).replace(2 * IN_FP32, IN_FP32)
-    return ast.unparse(ast.parse(code))
+    tree = ast.parse(code.replace(old, new).replace(2 * IN_FP32, IN_FP32))
+    for call in (node for node in ast.walk(tree) if isinstance(node, ast.Call)):
+        operands = "".join(map(ast.unparse, (call.func, *call.args[:1])))
+        is_wide = operands.rfind(IN_FP32) > max(map(operands.rfind, IN_16_BITS))
+        # A sum with a dtype, such as `jnp.sum(x, dtype=d)`, adds in it.
+        for keyword in call.keywords if is_wide else ():
+            if keyword.arg == "dtype":
+                keyword.value = ast.Attribute(ast.Name("jnp"), "float32")
+    return ast.unparse(tree)
 
 
 def both(first: str, second: str) -> str:
-    """Returns the fix of one line that contains two fixes, unless one of them contains the other.
-
-    Fixes of more expressions than a line may have are not added.
-    """
+    """Returns the fix that contains two fixes, unless one of them contains the other."""
     codes = [codes_of(fix) for fix in (first, second)]
     if not codes[1] or all(any(new in old for old in codes[0]) for new in codes[1]):
         return first
     if all(any(old in new for new in codes[1]) for old in codes[0]):
         return second
-    return f"{first}\n{second}" if len(codes[0]) < _MOST_CODES else first
+    return f"{first}\n{second}"
 
 
 def without_repetition(fixes: Iterable[str]) -> str:

@@ -58,9 +58,8 @@ def unified(fix: str, file: str, line: int, edits: Iterable[Edit]) -> tuple[str,
     if not code or not code <= {edit.code for edit in chosen}:
         return fix, None
     is_code = lambda e, edit: e in chosen or edit.code.startswith(e.code)
-    shortest = lambda e: (e.code.endswith(IN_16_BITS), len(e.code), not e.other)
     best = {
-        edit: min((e for e in edits if e[:5] == edit[:5] and is_code(e, edit)), key=shortest)
+        edit: min((e for e in edits if e[:5] == edit[:5] and is_code(e, edit)), key=_preference)
         for edit in chosen
     }
     for edit, other in best.items():
@@ -68,6 +67,11 @@ def unified(fix: str, file: str, line: int, edits: Iterable[Edit]) -> tuple[str,
             fix = _without(fix, edit.code)
         fix = fix.replace(f"    {edit.code}", f"    {other.code}")
     return _nested(fix, set(best.values()))
+
+
+def _preference(edit: Edit) -> tuple[object, ...]:
+    """Returns a key by which the best edit of an expression is the first: one with FP32 results."""
+    return edit.code.endswith(IN_16_BITS), len(edit.code), not edit.other, edit
 
 
 def _nested(fix: str, edits: set[Edit]) -> tuple[str, Edits]:
@@ -82,13 +86,21 @@ def _nested(fix: str, edits: set[Edit]) -> tuple[str, Edits]:
                 kept.append(edit)
             continue
         code = with_inner(outer.code, edit.old, edit.code)
-        whole = outer._replace(code=code, other="")
+        other = with_inner(outer.other, edit.old, edit.code) if edit.old in outer.other else ""
+        whole = outer._replace(code=code, other=other)
         # The outer expression may have been cast to FP32 only because its operand was rounded.
         is_inner = whole.code == outer.old.replace(edit.old, edit.code)
         kept[kept.index(outer)] = edit if is_inner else whole
         fix = fix.replace(f"    {outer.code}", f"    {whole.code}")
         fix = _without(fix, whole.code if is_inner else edit.code)
     return fix, frozenset(kept)
+
+
+def _with_parts(edit: Edit, parts: Edits) -> Edit:
+    """Returns an edit whose code has other parts."""
+    for part in sorted(p for p in parts if p.line == edit.line and p.old in edit.code):
+        edit = edit._replace(code=with_inner(edit.code, part.old, part.code))
+    return edit
 
 
 def _without(fix: str, code: str) -> str:
@@ -179,15 +191,23 @@ def try_edits(
                 works = FixTrial(WORKS, tuple(more), edits)
                 successes.append((works, problems))
                 return works
+            # What is left may have a fix for a part of the code.
+            new = new or [problem for key, problem in (problems or {}).items() if key in own]
             if not new or any(edits is None for _, edits in new):
                 break
             text = functools.reduce(both, (_with_places(*problem) for problem in new))
             text, following = _nested(text, {e for _, edits in new for e in edits or ()})
-            if is_again(edits, following):
-                text = with_edits(text, following, at_readers(following))
-                following = at_readers(following)
-            if not following or is_again(edits, following):
+            readers = at_readers(following)
+            if is_again(edits, following) and readers and not is_again(edits, readers):
+                text, following = with_edits(text, following, readers), readers
+            is_wider = not any(cast in edit.code for cast in IN_16_BITS for edit in following)
+            if not following or (is_again(edits, following) and not is_wider):
                 break
+            if is_again(edits, following):
+                # A part of the code has to be FP32, too.
+                edits = frozenset(_with_parts(edit, following) for edit in edits)
+                layers, more = [edits], []
+                continue
             layers.append(following)
             more.append(_plain(text))
         return FixTrial(FAILS)
@@ -197,9 +217,13 @@ def try_edits(
     swapped = lambda edit: edit._replace(code=edit.other, other=edit.code) if edit.other else edit
     others = [frozenset(map(swapped, group)) for group in groups]
     for together in (groups, *([others] * (others != groups))) if waiting[1:] else ():
-        problems = trial(frozenset().union(*(together[n] for n in waiting)))
+        # One edit of each expression; other code for it is tried alone.
+        edits = sorted(frozenset().union(*(together[n] for n in waiting)), key=_preference)
+        applied = frozenset({edit[:5]: edit for edit in reversed(edits)}.values())
+        problems = trial(applied)
         if problems is not None and all(key in before for key in problems):
             works = [n for n in waiting if problems.keys().isdisjoint(removed[n])]
+            works = [n for n in works if together[n] <= applied]
             runs = lambda *edits: trial(frozenset().union(*edits)) is not None
             for number, n in enumerate(works):
                 used, partner = together[n], frozenset[Edit]()
