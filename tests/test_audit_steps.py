@@ -172,6 +172,9 @@ def test_stochastic_rounding_needs_no_masters():
 
     w = jnp.ones((64, 64), BF16)
     assert "missing_master" not in counts(step, w, tx.init(w), X)
+    # The averages in the state of an optimizer are those of the optimizer.
+    tx = optax.contrib.schedule_free_sgd(1e-3)
+    assert counts(step, w, tx.init(w), X).keys() == {"exp_16bit", "optimizer_state_16bit"}
 
 
 def test_masters_by_hand():
@@ -239,9 +242,16 @@ def test_constant_loss_scales(step):
 def test_a_loss_scale_in_the_state():
     def step(w, scale, x):
         grads = jax.grad(lambda w: scale * loss(w, x, F16))(w) / scale
-        return w - 0.1 * grads, jnp.where(jnp.isfinite(grads).all(), scale, scale / 2)
+        return w - 0.1 * grads, scale + jnp.where(jnp.isfinite(grads).all(), 1, -scale / 2)
+
+    def learned(w, temperature, x):
+        scaled = lambda w, temperature: temperature * loss(w, x, F16)
+        grads = jax.grad(scaled, (0, 1))(w, temperature)
+        return w - jnp.clip(grads[0], -1, 1), temperature - grads[1]
 
     assert counts(step, W, jax.ShapeDtypeStruct((), F32), X) == {}
+    # Clipped gradients are proportional to the temperature, which is no loss scale.
+    assert counts(learned, W, jax.ShapeDtypeStruct((), F32), X) == {"missing_loss_scale": 1}
 
 
 @pytest.mark.parametrize("recipe", ["fp16", "fp16_params"])

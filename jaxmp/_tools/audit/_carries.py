@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 from typing import Any, Literal, NamedTuple
 
@@ -16,15 +17,21 @@ _KEEPS = _checks.LAYOUT | _core.named(
     "neg select_n gather dynamic_slice slice scatter dynamic_update_slice"
 )
 _SUMS = _core.named("add add_any sub scatter-add scatter-sub")
+# Selections of sums, as in a beam search and in Viterbi's algorithm.
+_CHOICES = _core.named("max min reduce_max reduce_min top_k")
+# Operations between the exponentials of a log-sum-exp and its largest operand.
+_OF_EXPONENTIALS = _core.named("log log1p abs sign reduce_sum convert_element_type")
 
 
 class Linear(NamedTuple):
     """Value `factor * carry + increment`, where neither depends on a carry of the loop."""
 
-    # None if it is not a constant, 1 for a running sum.
+    # None if it is not a constant, 1 for a running sum, 0 for exponentials of differences.
     factor: float | None = 1.0
     # The last sum of the carry and an increment.
     addition: _programs.Equation | None = None
+    # True for a difference of two running sums.
+    is_difference: bool = False
 
 
 def linear_carries(
@@ -52,30 +59,43 @@ class _Linearity(_programs.Forward):
 
     def equation(self, equation: JaxprEqn, operands: list[Any], frame: Frame) -> list[Any]:
         is_read = any(operand is not None for operand in operands)
-        is_call = equation.primitive.name in _programs.CALLS
+        is_call = equation.primitive.name in _programs.CALLS | _programs.CUSTOM_DERIVATIVES
         if is_read and is_call and _programs.name_of(equation) != "_where":
             return self.enter(equation, operands, frame)
-        return [_linear_after(equation, operands) if is_read else None] * len(equation.outvars)
+        results = [_linear_after(equation, operands) if is_read else None] * len(equation.outvars)
+        # The indices of the largest sums are not linear.
+        return [results[0], False] if equation.primitive.name == "top_k" else results
 
 
-def _linear_after(equation: _programs.Equation, facts: list[Any]) -> Linear | Literal[False]:
+def _linear_after(equation: _programs.Equation, facts: list[Any]) -> Linear | Literal[False] | None:
     name, operands = equation.primitive.name, equation.invars
     name = "select_n" if _programs.name_of(equation) == "_where" else name
     rows = [fact for fact in facts if fact is not None]
+    if name in ("is_finite", "ne"):
+        return None  # It guards a log-sum-exp against infinity and NaN.
     if not all(rows):
         return False
     linear: Linear = max(rows, key=lambda row: row.addition is not None)
-    is_first = facts[0] is not None
+    is_first, factors = facts[0] is not None, {row.factor for row in rows}
+    if (linear.is_difference and name == "exp") or (factors == {0} and name in _OF_EXPONENTIALS):
+        return Linear(0.0)
+    if name in _CHOICES:
+        pairs = zip(operands, facts, strict=True)
+        others = {_dataflow.number_of(var) for var, fact in pairs if fact is None}
+        return linear if len(factors) == 1 and others <= {-math.inf, math.inf} else False
     if name in _KEEPS:
         return False if name == "select_n" and is_first else linear
     if name.startswith("scatter-") and not is_first:
         return False
     if name in _SUMS:
-        return Linear(linear.factor if len(rows) == 1 else None, equation)
+        is_single = len(rows) == 1 or factors == {0, 1}
+        if name == "sub" and not is_single and factors == {1}:
+            return Linear(None, is_difference=True)
+        return Linear(max(factors) if is_single else None, equation)
     if len(rows) == 1 and (name == "mul" or (name == "div" and is_first)):
         constant = _dataflow.number_of(operands[1] if is_first else operands[0])
         if linear.factor is None or not constant:
-            return linear._replace(factor=None)
+            return Linear(None, linear.addition)
         factor = linear.factor * (constant if name == "mul" else 1 / constant)
         return linear._replace(factor=factor)
     return False

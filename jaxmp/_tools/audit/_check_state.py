@@ -174,7 +174,8 @@ def _optimizer_state_finding(
         message = f"hyperparameters are {dtype}, such as {place}, in which {{lost}}."
     else:
         message = f"{len(numbers)} arrays are {dtype}, such as {place}: small updates are rounded"
-        message += " away, and second moments underflow."
+        effect = "stop changing" if dtype == "bfloat16" else "underflow"
+        message += f" away, and second moments {effect}."
     owners = {type(leaf.owner) for leaf in step.leaves}
     fix = _FIX_INIT if step.trains_fp32 else _FIX_OPTAX_STATE
     fix = _FIX_ROUNDED if _rounding.StochasticRoundingState in owners else fix
@@ -415,7 +416,9 @@ def check_accumulators(audit: _auditor.Auditor) -> Iterator[Finding]:
     sums = list(filter(step.is_gradient_sum, added))
     text = "accumulate gradients: a sum of ones stops at {limit}"
     yield from step.findings(_check_ops.ACCUMULATOR_16BIT, sums, text)
-    averages = list(filter(step.is_average, updates))
+    # `optimizer_state_16bit` has those of an optimizer.
+    own = (update for update in updates if not step.in_optimizer[update.number])
+    averages = list(filter(step.is_average, own))
     text = "average parameters: changes below {least} of a value are rounded away"
     yield from step.findings(_check_ops.ACCUMULATOR_16BIT, averages, text, _FIX_AVERAGE)
 
@@ -432,7 +435,7 @@ def _check_moments(step: TrainingStep) -> Iterator[Finding]:
 def check_missing_scale(audit: _auditor.Auditor) -> Iterable[Finding]:
     """Reports a backward pass in float16 whose cotangents are not scaled."""
     op, step = audit.float16_backward, step_of(audit)
-    is_scaled = bool(audit.flow.scaled_by) or audit.flow.has_scale
+    is_scaled = bool((audit.flow.scaled_by | audit.flow.scales) - audit.learned_scalars)
     # A dynamic scale is reported as an unused one.
     if op is None or not step.learned or is_scaled or audit.traced.dynamic_scales():
         return

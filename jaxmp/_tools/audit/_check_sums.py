@@ -242,7 +242,7 @@ def check_recurrence(op: OpOccurrence) -> None:
     `reduction_16bit` reports.
     """
     length = op.loop.length
-    for carry, (factor, addition) in _carries.linear_carries(op, False):
+    for carry, (factor, addition, _) in _carries.linear_carries(op, False):
         terms = length or 2**31
         if factor is not None and abs(factor) < 1:
             terms = min(terms, 1 / (1 - abs(factor)))

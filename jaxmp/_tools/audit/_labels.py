@@ -209,9 +209,11 @@ class Flow:
         self._ops = ops
         # Numbers of the scalar arguments that cotangents are proportional to.
         self.scaled_by: set[int] = set()
-        # True if a matmul of the forward pass reads float16, and if the backward pass reads a
-        # scalar that may be a loss scale.
-        self.has_float16 = self.has_scale = False
+        # True if a matmul of the forward pass reads float16.
+        self.has_float16 = False
+        # Numbers of the scalar arguments of the backward pass that may be loss scales; None stands
+        # for a constant.
+        self.scales: set[int | None] = set()
         # Numbers of the arguments that a differentiated function reads.
         self.differentiated: set[int] = set()
 
@@ -288,9 +290,9 @@ class Flow:
         equation, phase = op.equation, op.location.phase
         labels = self.of_all(equation.invars)
         if phase == _programs.BACKWARD:
-            if self.has_float16 and not self.has_scale:
-                scales = (_dataflow.is_scale(op, var, self.of) for var in equation.invars)
-                self.has_scale = any(scales)
+            for var in equation.invars if self.has_float16 and None not in self.scales else ():
+                if _dataflow.is_scale(op, var, self.of):
+                    self.scales.update(_dataflow.powers_of(self.of(var)) or {None})
             labels = labels | _GRADIENT if labels else _GRADIENT
         elif op.location.differentiated and phase == _programs.FORWARD and not is_call:
             self.differentiated.update([x.number for x in labels if isinstance(x, _dataflow.From)])
