@@ -453,6 +453,7 @@ REFUSED = {
     'extends = "bf16"\nsummery = 1': ["line 2, column 1, key 'summery'", "mean 'summary'?"],
     "[polcy]\n": ["line 1, column 2, key 'polcy'", "Did you mean 'policy'?"],
     'compute_dtype = "bf16"': ["line 1, column 1", "'compute_dtype' is a key of [policy]"],
+    'compute = "bf16"': ["'compute' is a key of [policy]", 'compute_dtype = "bf16"'],
     'master = "packed"': ["line 1", "'master' is a key of [optimizer]"],
     '[policy]\n  compute = "bf16"\n  c = "f16"': ["line 3, column 3, key 'policy.c'", "twice"],
     '[policy]\ncomputedtype = "bf16"': ["line 2", "Did you mean 'compute_dtype'?"],

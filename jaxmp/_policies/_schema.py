@@ -291,12 +291,13 @@ def _unknown_key(setting: Setting, table: str) -> RecipeError:
     if table == "ops":
         error = unknown_op(name, DEFAULT_OPS)
         return RecipeError(f"{location}: {error} In TOML:\n{fix_line('ops', 'exp')}")
-    home = next((other for other, fields in TABLES.items() if name in fields), "")
+    full = _policy.FIELD_KEYS.get(name, name)
+    home = next((other for other, fields in TABLES.items() if full in fields), "")
     if home and not table:
         text = "" if isinstance(setting.value, dict) else _toml.describe(setting.value)
         return RecipeError(
             f"{location}: {name!r} is a key of [{home}]. Move it there:\n    [{home}]\n"
-            + fix_line(home, name, text)
+            + fix_line(home, full, text)
         )
     inside = _INSIDE.get(table, ())
     allowed = (*FIELDS[table], *inside)
