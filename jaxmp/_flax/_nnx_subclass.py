@@ -236,15 +236,8 @@ def call_method(
     # An attribute may choose a head, as an argument does.
     own = [value for value in vars(module).values() if isinstance(value, (bool, int, str))]
     operands, method = (*incoming, own), getattr(bound.cls, name)
-    nodes = [node for _, node in nnx.iter_graph(module) if isinstance(node, nnx.BatchStat)]
-    statistics = [(node, node.get_raw_value()) for node in nodes]
     with _compat.context(decisions=bound.search.of_call(key, method, operands, prepare)):
         out = _call(bound, module, name, call, incoming)
-    for node, before in statistics:
-        after = node.get_raw_value()
-        if after is not before and _core.are_alike(after, before):
-            # An optimizer of Flax, which skips the step, would not restore them.
-            node.set_raw_value(_core.keep_finite(after, before))
     bound.search.warn()
     return out
 
@@ -266,6 +259,8 @@ def _call(
     bound: Bound, module: nnx.Module, name: str, call: Method, incoming: CallArguments
 ) -> PyTree:
     """Calls a method as `call_method` does, when the results of layers are known."""
+    own = (value for value in vars(module).values() if isinstance(value, nnx.BatchStat))
+    statistics = [(value, value.get_raw_value()) for value in own]
     under_policy = MethodCall(module, bound.module_policy, name, _own_params)
     if under_policy.caller is None:
         # Modules may have been added to a Python list or dict.
@@ -287,7 +282,13 @@ def _call(
             return _call_copy(copy, module, name, *args, **kwargs)
         else:
             call = _replaced(bound, module, name, call)
-    return under_policy.run(call, incoming, _scope(bound, under_policy))
+    out = under_policy.run(call, incoming, _scope(bound, under_policy))
+    for variable, before in statistics:
+        after = variable.get_raw_value()
+        if after is not before and _core.are_alike(after, before):
+            # An optimizer of Flax, which skips the step, would not restore them.
+            variable.set_raw_value(_core.keep_finite(after, before))
+    return out
 
 
 def _write_as_stored(module: Any, call: Method, *args: PyTree, **kwargs: PyTree) -> PyTree:
