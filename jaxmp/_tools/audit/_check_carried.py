@@ -51,14 +51,14 @@ def check_carried(audit: _auditor.Auditor) -> Iterator[Finding]:
     is_damaged = lambda numbers: [n for n in sorted(numbers) if facts[carried[n][0]] >= _BATCH]
     damaged = is_damaged(others)
     if damaged and not is_damaged(step.learned & carried.keys()):
-        message = f"a step that is not finite keeps the parameters, but {len(damaged)} arrays of"
-        message += f" other state, such as {step.locations[damaged[0]]}, take values of its batch,"
+        message = "a step that is not finite keeps the parameters, but other state, such as"
+        message += f" {step.locations[damaged[0]]}, takes values of its batch, and stays NaN."
         counters = (leaf for leaf in step.leaves if leaf.field == "last_finite")
         names = [traced.text_of(leaf.path[1:2]) for leaf in counters]
         fix = _FIX_SKIPPED.replace("{state}", names[0]) if names else ""
         fix = _check_state.FIX_NNX if traced.nnx_objects else fix
         op = carried[damaged[0]][1].op
-        yield UNGUARDED_STATE.finding(f"{message} and stay NaN.", fix, op, count=len(damaged))
+        yield UNGUARDED_STATE.finding(message, fix, op, count=len(damaged))
 
 
 def _carried(
