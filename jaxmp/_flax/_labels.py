@@ -166,7 +166,7 @@ def _count_of_fixed(equation: _compat.JaxprEqn) -> int:
 _FEW = range(16)
 _ARITHMETIC = frozenset(("add", "add_any", "sub", "mul", "div"))
 # Not of equality, by which a write finds the elements of a parameter that have changed.
-_COMPARISONS = frozenset(("lt", "le", "gt", "ge"))
+_COMPARISONS = frozenset(("lt", "le", "gt", "ge", "lt_to", "le_to"))
 # Functions of the difference of their operand and 1, of its last digits, or without a 16-bit form.
 _OF_DIGITS = named("log1p atanh asin erf_inv rem fft")
 
