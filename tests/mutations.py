@@ -1130,7 +1130,7 @@ test_autocast_magnified.py::test_hidden_layers_before_a_sine_run_in_16_bits
 autocast forgets what a jitted function does with its operands
 - if name in CONSTRUCTS or name in OPAQUE_CALLS:
 + if name in OPAQUE_CALLS:
-test_autocast_magnified.py::test_a_gram_matrix_is_computed_in_fp32
+test_autocast_decisions.py::test_a_decision_in_the_next_iteration
 
 autocast takes attention for a decision
 - use & _SUMMED and not use & _PRODUCT
@@ -2000,7 +2000,7 @@ test_audit_fixes.py::test_fixes_of_values_that_are_rounded_before
 a finding that the code of another one removes has no code
 - (row := next(others_fix, None))
 + (row := None)
-test_audit_fixes.py::test_the_codes_of_a_fix_are_those_that_work
+test_audit_fixes.py::test_fixes_of_values_that_are_rounded_before
 
 a fix that follows from another has no line
 - if code in where and not lines[n].startswith(("At ", "    ")):
