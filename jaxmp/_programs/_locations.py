@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 
 import jax
 
-from jaxmp._core import _compat
 from jaxmp._programs import _jaxprs
 
 # Packages whose frames do not belong to the user's code.
@@ -26,11 +25,8 @@ _LIBRARIES = (
 # Name scope of `jaxmp.full_precision`, which is not a module.
 FULL_PRECISION = "jaxmp_full_precision"
 
-# Files whose frames are between the user's call and the equations that it makes.
-_HIDDEN = (
-    os.path.dirname(jax.__file__) + os.sep,
-    os.path.join(os.path.dirname(_compat.__file__), "_watch_jit.py"),
-)
+# Its frames are between the user's call and the equations that it makes.
+_JAX = os.path.dirname(jax.__file__) + os.sep
 
 
 class Location(NamedTuple):
@@ -176,4 +172,4 @@ def model_call(equation: _jaxprs.Equation) -> tuple[tuple[CodeType, int], ...]:
 def _calls(equation: _jaxprs.Equation) -> Iterator[tuple[CodeType, int]]:
     traceback = equation.source_info.traceback
     frames = () if traceback is None else zip(*traceback.raw_frames(), strict=True)
-    return (frame for frame in frames if not frame[0].co_filename.startswith(_HIDDEN))
+    return (frame for frame in frames if not frame[0].co_filename.startswith(_JAX))
