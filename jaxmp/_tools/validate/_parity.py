@@ -361,6 +361,12 @@ def _check(batches: Any, outputs: str, batch_size: int | None, shift: int) -> No
     if not isinstance(batches, Sequence) or isinstance(batches, (tuple, str)) or not batches:
         text = "is empty" if isinstance(batches, list) else f"is a {type(batches).__name__}"
         raise ValidationError(f"batches {text}. Pass a list of batches:\n    {_CALL}")
+    if not all(getattr(x, "is_fully_addressable", True) for x in jax.tree.leaves(batches)):
+        raise ValidationError(
+            "batches has arrays of several hosts, which no host can compare alone. Pass copies:"
+            "\n    from jax.experimental import multihost_utils"
+            "\n    batches = multihost_utils.process_allgather(batches, tiled=True)"
+        )
     if outputs not in KINDS:
         raise ValidationError(
             f"outputs={outputs!r} is none of {', '.join(map(repr, KINDS))}."
