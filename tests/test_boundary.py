@@ -2,6 +2,7 @@
 
 import itertools
 import pickle
+import re
 
 import flax.linen as nn
 import jax
@@ -453,6 +454,24 @@ def test_an_operation_without_a_16_bit_form_is_named_and_the_fixes_work():
     np.testing.assert_array_equal(jaxmp.load_recipe(BF16).wrap(Spectrum())(x), Spectrum()(x))
     wrapped = jaxmp.load_recipe(BF16).wrap(Outer(LinenQuantile()))
     np.testing.assert_array_equal(wrapped.apply({}, x), LinenQuantile().apply({}, x))
+
+
+class QuantileOfParameter(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return jax.scipy.special.ndtri(self.param("w", nn.initializers.uniform(0.5), (4, 4)))
+
+
+def test_the_note_has_a_rule_for_a_stored_parameter_without_a_16_bit_form():
+    model, x, recipe = QuantileOfParameter(), jnp.ones((2, 4)), jaxmp.load_recipe("bf16_params")
+    variables = recipe.cast_params(model.init(jax.random.key(0), x))
+    note = _notes(lambda: recipe.wrap(model).apply(variables, x))
+    (rule,) = re.findall(r"Rule\([^)]*'c=f32'\)", note)
+    policies = jaxmp.PolicyMap("bf16_params", [eval(rule, {"Rule": jaxmp.Rule})])
+    wide = jax.tree.map(lambda p: p.astype(jnp.float32), variables)
+    wrapped = jaxmp.load_recipe(policies).wrap(model)
+    with pytest.warns(jaxmp.errors.RecipeWarning, match=r"Rule\(':w', 'p=f32'\)"):
+        np.testing.assert_array_equal(wrapped.apply(variables, x), model.apply(wide, x))
 
 
 def test_other_errors_have_no_note():

@@ -141,9 +141,9 @@ def in_mesh_of(arrays: Iterable[object]) -> contextlib.AbstractContextManager[ob
 
 
 def in_mesh_of_type(x: object) -> contextlib.AbstractContextManager[object]:
-    """Returns a context in which operations can read an array, whose mesh may not be the current.
+    """Returns a context in which operations can read an array of another mesh than the current one.
 
-    The arguments of a `jax.sharding.auto_axes` function, and its results, are in different meshes.
+    Inside of a function of `jax.sharding.auto_axes`, arrays belong to another mesh than outside.
     """
     if isinstance(x, jax.Array):
         mesh: Any = jax.typeof(x).sharding.mesh
@@ -153,7 +153,7 @@ def in_mesh_of_type(x: object) -> contextlib.AbstractContextManager[object]:
 
 
 def moved_to_mesh_of(scalar: Array, x: Array) -> Array:
-    """Returns a scalar as one of the mesh of another array, for an operation with both."""
+    """Moves a scalar to the mesh of an array, so that one operation can read both."""
     mesh: Any = jax.typeof(x).sharding.mesh
     is_own = not isinstance(scalar, jax.Array) or jax.typeof(scalar).sharding.mesh == mesh
     return scalar if is_own else jax.sharding.reshard(scalar, NamedSharding(mesh, PartitionSpec()))

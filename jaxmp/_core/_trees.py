@@ -286,8 +286,8 @@ def select_leaf(pred: jax.Array, new: ArrayLike, old: ArrayLike) -> ArrayLike:
 def keep_finite(new: PyTree, old: PyTree) -> PyTree:
     """Replaces the elements of arrays in `new` that are not finite by those of `old`.
 
-    Each element is decided alone, which XLA fuses with the operation that computes it, and which
-    leaves elements that never were finite, such as the first minimum of an empty class.
+    Each element is decided alone, so that XLA fuses the choice with the operation that computes it.
+    An element that was not finite before takes its new value only if that is finite.
     """
 
     def keep(new: ArrayLike, old: ArrayLike) -> ArrayLike:

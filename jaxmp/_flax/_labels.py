@@ -221,7 +221,7 @@ _MOVED = _programs.EXACT - _core.named(
 ) | {"floor", "ceil", "round"}
 
 
-# Stands among the labels of a value that FP32 arguments or parameters have.
+# A further label of each value that is computed from an FP32 argument or parameter.
 _IN_FP32 = "FP32"
 
 

@@ -262,8 +262,8 @@ def _accepted(
     refused, of_inputs = None, set(filter(_labels.is_input, labels))
     cheap = {label for label in of_inputs if labels[label] in _CHEAP}
     of_model = {label for label, reason in labels.items() if reason == _OF_MODEL}
-    without_reason = {label for label, reason in labels.items() if reason == _REFUSED}
-    every = [labels.keys() - left_out for left_out in (without_reason, (), cheap, of_inputs)]
+    refused = {label for label, reason in labels.items() if reason == _REFUSED}
+    every = [labels.keys() - left_out for left_out in (refused, (), cheap, of_inputs)]
     every = [each for own in every for each in (own, own - fixed)]
     candidates = map(frozenset, [*every, *(own - of_model for own in every)])
     for accepted in filter(None, dict.fromkeys(candidates)):

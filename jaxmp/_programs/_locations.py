@@ -25,7 +25,7 @@ _LIBRARIES = (
 # Name scope of `jaxmp.full_precision`, which is not a module.
 FULL_PRECISION = "jaxmp_full_precision"
 
-# Its frames are between the user's call and the equations that it makes.
+# Frames of JAX are between the user's call and the equations that it makes.
 _JAX = os.path.dirname(jax.__file__) + os.sep
 
 
