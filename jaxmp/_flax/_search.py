@@ -259,7 +259,7 @@ def _accepted(
       labels: label -> why its value is not rounded.
       fixed: labels of the layers whose results reach a carry.
     """
-    refused, of_inputs = None, set(filter(_labels.is_input, labels))
+    refusal, of_inputs = None, set(filter(_labels.is_input, labels))
     cheap = {label for label in of_inputs if labels[label] in _CHEAP}
     of_model = {label for label, reason in labels.items() if reason == _OF_MODEL}
     refused = {label for label, reason in labels.items() if reason == _REFUSED}
@@ -271,8 +271,8 @@ def _accepted(
             _traced(prepare, accepted)
             return {label: labels[label] for label in accepted}, None
         except Exception as error:
-            refused = error
-    return {}, refused
+            refusal = error
+    return {}, refusal
 
 
 def _failure_text(key: _Key, labeling: _labels.Labeling, error: Exception) -> str:
