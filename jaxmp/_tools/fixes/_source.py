@@ -80,16 +80,8 @@ class Expression:
     place: Place
     edits: list[Edit]
     second: bool = False
-    # Names of the parameters of the function that contains it.
-    parameters: tuple[str, ...] = ()
     # The functions that it may call directly, of which one makes the operation.
     called: tuple[CodeType, ...] = ()
-
-    @property
-    def argument(self) -> str:
-        """The parameter of a module's `__call__` that the expression reads first; "" if none."""
-        names = (n.id for n in ast.walk(self.node) if isinstance(n, ast.Name))
-        return next((name for name in names if name in self.parameters), "")
 
     @functools.cached_property
     def text(self) -> str:
@@ -178,11 +170,10 @@ def expression_of(op: Any) -> Expression:
                 place: Any = (code.co_filename, *_positions(code)[instruction // 2])
                 node = _parsed(*place)
                 second = len(op.equation.invars) > 1 and _programs.is_literal(op.equation.invars[0])
-                names = code.co_varnames[1 : code.co_argcount] if code.co_name == "__call__" else ()
                 if node is None:
                     return UNKNOWN
                 called = *last, *inner
-                return _with_owner(Expression(node, place, findings.edits, second, names, called))
+                return _with_owner(Expression(node, place, findings.edits, second, called))
             last = [code]
     return UNKNOWN
 
