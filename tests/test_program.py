@@ -27,15 +27,11 @@ def beyond(checks):
 
 @needs_compiler
 @pytest.mark.slow
-def test_the_step_of_llama_stays_within_the_limits():
-    checks = list(program.check_llama(LLAMA, 4))
-    assert len(checks) == 16 and not beyond(checks)
-
-
-@needs_compiler
-@pytest.mark.slow
-def test_the_step_of_gpt_2_stays_within_the_limits():
-    checks = list(program.check_gpt(GPT, 4))
+@pytest.mark.parametrize(
+    ("check", "config"), [(program.check_llama, LLAMA), (program.check_gpt, GPT)]
+)
+def test_steps_of_language_models_stay_within_the_limits(check, config):
+    checks = list(check(config, 4))
     assert len(checks) == 16 and not beyond(checks)
 
 
