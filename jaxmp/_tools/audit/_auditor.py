@@ -318,7 +318,7 @@ class Auditor:
             times = op.times * inner.times * (largest is None or inner is largest)
             self.flow.enter(inner)
             self.run(inner_scope, times, op)
-            self.flow.leave(inner)
+            self.flow.copy(inner.jaxpr.outvars, inner.results)
         self.known = scope
 
     @staticmethod

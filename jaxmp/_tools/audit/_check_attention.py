@@ -153,7 +153,9 @@ DENSE_MASK = Check(
 def collect_mask(op: OpOccurrence) -> None:
     """Collects declarations, and the mask of a call of attention in the forward pass."""
     declared = _declared.declaration_of(_programs.name_of(op.equation))
-    mask = _mask_operand(op.equation)
+    # Its shape is [B, N, T, S].
+    is_mask = lambda var: _checks.dtype_of(var) == np.bool_ and var.aval.ndim == 4
+    mask = next((v for v in op.operands if is_mask(v) and not _programs.is_literal(v)), None)
     if mask is not None and declared is not None:
         op.audit.collected[Declaration].append((op, mask, declared))
     if mask is not None and _checks.is_attention(op.equation) and mask.aval.shape[-2] > 1:
@@ -189,13 +191,6 @@ def check_masks(audit: _auditor.Auditor) -> None:
         path = audit.module_of(op.location.names) if len(structures) > 1 else None
         fix = _fix_declaration(actual, path) if in_layer(op) else _fix_argument(actual)
         op.add(DENSE_MASK, message, fix)
-
-
-def _mask_operand(equation: _programs.Equation) -> _programs.Atom | None:
-    """Returns the bool operand `[B, N, T, S]` of a jitted function, or None."""
-    is_mask = lambda aval: getattr(aval, "dtype", None) == np.bool_ and aval.ndim == 4
-    operands = (var for var in equation.invars if not _programs.is_literal(var))
-    return next((var for var in operands if is_mask(var.aval)), None)
 
 
 def _declared_masks(audit: _auditor.Auditor) -> list[tuple[Declaration, bool]]:

@@ -164,13 +164,6 @@ def label_difference(op: OpOccurrence) -> RoundedDifference | None:
 _EVEN = _core.named("abs square integer_pow mul")
 
 
-@LOSS_16BIT.on_operation("reduce_sum")
-def report_terms(op: OpOccurrence) -> None:
-    """Reports rounded terms that are summed to a scalar."""
-    if math.prod(op.result.aval.shape) == 1:
-        op.report(RoundedTerm, f", and a loss sums the results at {op.where}")
-
-
 # ---------------------------------------------------------------------------
 # Logarithms of probabilities
 # ---------------------------------------------------------------------------
@@ -431,9 +424,10 @@ def _has_error(rounding: OpOccurrence, var: _programs.Atom) -> bool:
     return any(label.op.equation is rounding.equation for label in labels)
 
 
-@ROUNDED_OUTPUT.on_operation("reduce_sum")
-def check_differences(op: OpOccurrence) -> None:
-    """Reports a rounded result if a loss is a sum of its differences."""
+@LOSS_16BIT.on_operation("reduce_sum")
+def report_sum(op: OpOccurrence) -> None:
+    """Reports rounded terms that a loss sums, and rounded results if it sums their differences."""
     if op.result.aval.size == 1:
+        op.report(RoundedTerm, f", and a loss sums the results at {op.where}")
         for label in op.labels(_Difference):
             label.rounded.report(f"; the loss at {op.where} subtracts it from other values")

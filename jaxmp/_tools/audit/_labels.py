@@ -250,10 +250,6 @@ class Flow:
             self._labels.pop(var, None)
         self.copy(inner.operands, inner.jaxpr.invars)
 
-    def leave(self, inner: _programs.Inner) -> None:
-        """Copies the labels of results out of a sub-jaxpr."""
-        self.copy(inner.jaxpr.outvars, inner.results)
-
     def step(self, op: _checks.OpOccurrence, *, is_call: bool = False) -> None:
         """Labels the results of an equation.
 

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import linecache
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from jax.extend.core import JaxprEqn
@@ -155,7 +155,11 @@ def make_report(
         rows = program._asdict() | {"gpu": _gpu_text(compiled)}
         del rows["origins"], rows["compiled"]
     recipe, definition = auditor.context.recipe, _watch_jit.definition_of(function)
-    notes = (*auditor.notes, *rows.pop("notes", ()), *_target_notes(chip, recipe))
+    notes = [*auditor.notes, *rows.pop("notes", ())]
+    if chip is not None and chip.uncompiled:
+        notes.append(f"the program was not compiled for {chip.name!r}: {chip.uncompiled}")
+    if chip is not None and recipe is not None and (lacking := lacking_format(chip, recipe)):
+        notes.append(lacking)
     matmuls = (
         MatmulRow(module=auditor.module_of(names), phase=phase, lhs=lhs, rhs=rhs, flops=f, count=n)
         for (names, phase, lhs, rhs), (f, n) in auditor.matmuls.items()
@@ -169,7 +173,7 @@ def make_report(
         matmuls=merged(matmuls, "flops", "count"),
         policies="" if policies is None else str(_policy.summarized(policies.default)),
         equations=auditor.equations,
-        notes=notes,
+        notes=tuple(notes),
         **rows,
     )
 
@@ -266,14 +270,6 @@ def _with_trial(finding: Finding, group: _trial.Edits, trial: _trial.FixTrial) -
     return dataclasses.replace(finding, fix=f"{remedy} jaxmp prints no code: {tried}")
 
 
-def _target_notes(chip: _core.Target | None, recipe: _load.RecipeData | None) -> Iterator[str]:
-    """Yields why a program was not compiled, and the recipe that fits the chip."""
-    if chip is not None and chip.uncompiled:
-        yield f"the program was not compiled for {chip.name!r}: {chip.uncompiled}"
-    if chip is not None and recipe is not None and (lacking := lacking_format(chip, recipe)):
-        yield lacking
-
-
 def lacking_format(chip: _core.Target, recipe: _load.RecipeData) -> str:
     """Returns that a chip lacks the formats of a recipe, and one that fits; "" otherwise."""
     default = recipe.policies.default
@@ -313,9 +309,10 @@ def _final_findings(auditor: _auditor.Auditor) -> list[Finding]:
     findings: list[Finding] = []
     for item in pending:
         severity = item.severity
+        is_minor = item.check is IMPLICIT_PROMOTION and 0 < item.harmed_flops < _SMALL_SHARE * total
         if item.check is MISALIGNED_MATMUL and item.harmed_flops >= _LARGE_SHARE * total:
             severity = _checks.ERROR
-        elif _is_minor(item, total) or (item.check is FP32_MATMUL and are_few):
+        elif is_minor or (item.check is FP32_MATMUL and are_few):
             severity = severity if severity == _checks.NOTE else _checks.WARNING
         module = auditor.module_of(item.op.location.names)
         fields = {"primitive": item.op.name, "count": item.count, "flops": item.flops}
@@ -364,12 +361,6 @@ def _pattern_of(paths: set[str], modules: set[str]) -> str:
     ):
         pattern = f"re:{'|'.join(map(re.escape, sorted(paths)))}"
     return repr(pattern)[1:-1]
-
-
-def _is_minor(finding: _checks.PendingFinding, total: int) -> bool:
-    """Returns True for a promotion that concerns a small share of all FLOPs."""
-    is_small = 0 < finding.harmed_flops < _SMALL_SHARE * total
-    return finding.check is IMPLICIT_PROMOTION and is_small
 
 
 def _with_line(finding: Finding, definition: tuple[str, int]) -> Finding:

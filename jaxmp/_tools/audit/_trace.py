@@ -19,6 +19,7 @@ from jax.extend.core import ClosedJaxpr
 from jaxmp import _core, _programs
 from jaxmp._core import _compat
 from jaxmp._tools.audit._labels import FloatInput
+from jaxmp._tools.fixes._functions import positional_names
 from jaxmp.errors import AuditError
 from jaxmp.optim import _roles
 
@@ -290,15 +291,8 @@ def _trace(
             " arguments, and each run could change what it refers to. Pass it as an argument:\n"
             "    jaxmp.audit(train_step, state, batch, reference)"
         )
-    return Traced(closed, own, positions, (args, kwargs), results, _parameters(fn), written)
-
-
-def _parameters(fn: Callable[..., Any]) -> list[str]:
-    try:
-        parameters = inspect.signature(fn).parameters.values()
-    except (TypeError, ValueError):
-        return []
-    return [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    names = positional_names(fn)
+    return Traced(closed, own, positions, (args, kwargs), results, names, written)
 
 
 def value_of(leaf: Any) -> Any:

@@ -187,7 +187,7 @@ def arguments_of(node: ast.Call, name: str, row: Function) -> list[ast.expr]:
     """
     if any(isinstance(argument, ast.Starred) for argument in node.args):
         return []
-    names = dict(enumerate(_parameters_of(name)))
+    names = dict(enumerate(positional_names(_function_of(name))))
     passed = dict(enumerate(node.args)) | {k.arg: k.value for k in node.keywords}
     keys = (position if position in passed else names.get(position) for position in row.arrays)
     return [passed[key] for key in keys if key in passed]
@@ -209,10 +209,10 @@ def _function_of(name: str) -> Any:
     return function
 
 
-def _parameters_of(name: str) -> list[str]:
-    """Returns the names of a function's positional parameters; none if it is not imported."""
+def positional_names(function: Any) -> list[str]:
+    """Returns the names of a function's positional parameters; none if they are not known."""
     try:
-        parameters = inspect.signature(_function_of(name)).parameters.values()
+        parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):
         return []
     return [each.name for each in parameters if each.kind < each.VAR_POSITIONAL]

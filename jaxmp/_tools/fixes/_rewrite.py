@@ -323,8 +323,7 @@ def with_wide_layer(layer: Expression) -> str:
     name = layer.name_of(call.func) if isinstance(call, ast.Call) else ""
     if name not in _functions.LAYERS:
         return ""
-    argument = ast.parse(f"f({_functions.LAYERS[name]})", mode="eval").body
-    assert isinstance(argument, ast.Call)
+    argument: Any = parsed(f"f({_functions.LAYERS[name]})")
     call.keywords = [k for k in call.keywords if k.arg != argument.keywords[0].arg]
     call.keywords += argument.keywords
     # A layer of NNX was constructed before the function is traced, so that no trial can change it.
