@@ -21,6 +21,7 @@ from jaxmp._tools.audit import _jitted
 from jaxmp._tools.audit._jitted import defined_steps, has_backward, updates_state
 from jaxmp._tools.audit._report import AuditReport
 from jaxmp._tools.cli import _script
+from jaxmp._tools.plan import _programs
 from jaxmp.errors import AuditError, RecipeWarning
 
 ROOT = Path(__file__).parents[1]
@@ -654,13 +655,16 @@ step(jnp.ones((4, 4)), jnp.ones((4, 4)))
 """
 
 
-def test_a_plan_replaces_the_recipe_of_a_script(watch):
+def test_a_plan_replaces_the_recipe_of_a_script(watch, monkeypatch):
     settings = {"recipe": "fp16", "targets": ["v100"], "cache": None, "hosts": None, "links": {}}
     with pytest.warns(RecipeWarning, match="without a loss scale"):
         result = watch("plan", compile(PLANNED, "plan.py", "exec"), **settings)
     (row,) = jaxmp.typing.PlanReport.from_json(result["report"]).rows
     assert (row.recipe, row.fits, row.lacking, row.bound) == ("fp16", True, "", None)
     assert "without a loss scale" in row.warning
+    monkeypatch.setattr(_programs.Candidate, "_estimated", lambda *made: {"warning": "no casts"})
+    plan = watch("plan", compile(PLANNED, "plan.py", "exec"), **settings | {"recipe": "bf16"})
+    assert "no casts" in plan["report"]
     other = PLANNED.replace('jaxmp.load_recipe(jaxmp.load_recipe("bf16"))', '"bf16"')
     with pytest.raises(
         AuditError, match=r"does not call jaxmp\.load_recipe, [^:]*:\n    def make_step"

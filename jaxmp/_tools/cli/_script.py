@@ -328,11 +328,10 @@ def _positional(call: _watch_jit.JitCall) -> tuple[Any, ...]:
 def _plan(call: _watch_jit.JitCall, settings: dict[str, Any], warning: str) -> PlanReport:
     """Returns the programs of a step for each chip, with bounds in seconds."""
     recipe, cache = _recipe.load_recipe(settings["recipe"]), settings["cache"]
-    rows = []
+    rows, made = [], lambda _: _positional(call)
     for name in settings["targets"]:
         chip = _core.with_links(_core.get_target(name), settings["links"])
-        program = _programs.Candidate(
-            lambda _: _positional(call), recipe, chip, None, cache, settings["hosts"]
-        )
-        rows.append(dataclasses.replace(program.measure(None), warning=warning))
+        program = _programs.Candidate(made, recipe, chip, None, cache, settings["hosts"])
+        row = program.measure(None)
+        rows.append(dataclasses.replace(row, warning=warning or row.warning))
     return PlanReport(rows=tuple(rows))
