@@ -178,7 +178,7 @@ def test_the_json_of_recipes_and_settings(command):
         ("audit --script my_model.py --recipe bf61", "Did you mean 'bf16'"),
         ("audit --script my_model.py --target H200", "lower case"),
         ("audit --function step", "--function requires --script"),
-        ("audit a:make --recipes=x", "unknown option --recipes. Did you mean '--recipe'?"),
+        ("audit a:make --no-tri", "unknown option --no-tri. Did you mean '--no-try'?"),
         ("audit a:make b:make", "2 arguments instead of 1"),
         ("audit steps/a.py", "'steps/a.py' does not name a function"),
         ("audit steps/a.py 5", "jaxmp audit --script steps/a.py"),

@@ -41,7 +41,8 @@ class _Command(typer.core.TyperCommand):
 
     def invoke(self, ctx: Any) -> Any:
         command = ctx.command_path.partition(" ")[2]
-        check_options(command, ctx.params)
+        options = (name for each in self.params for name in (*each.opts, *each.secondary_opts))
+        check_options(command, ctx.params, options)
         check_outputs(command, ctx.params)
         return super().invoke(ctx)
 

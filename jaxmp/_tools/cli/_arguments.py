@@ -14,7 +14,7 @@ import os
 import re
 import sys
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Annotated, Any, TypeVar, cast, get_args
@@ -119,12 +119,13 @@ def document(function: Callable[..., Any]) -> str:
     return help_
 
 
-def check_options(command: str, parameters: Mapping[str, object]) -> None:
+def check_options(command: str, parameters: Mapping[str, object], known: Iterable[str]) -> None:
     """Checks the arguments of a command that reads one function, or a script with its arguments.
 
     Args:
       command: its name.
       parameters: name -> argument of the command line.
+      known: the options of the command.
 
     Raises:
       JaxmpError: without a script, if there is an unknown option, with the option of a similar
@@ -133,7 +134,6 @@ def check_options(command: str, parameters: Mapping[str, object]) -> None:
     if parameters.get("script", "") is not None:
         return
     arguments = cast(list[str] | None, parameters["function"]) or []
-    known = [f"--{name.replace('_', '-')}" for name in parameters]
     for option in (text.partition("=")[0] for text in arguments if text.startswith("-")):
         hint = _core.did_you_mean(option, known)
         raise JaxmpError(f"unknown option {option}.{hint} jaxmp {command} --help lists all.")
@@ -264,7 +264,7 @@ def split_numbers(text: str, option: str, example: str = "h100=2.5") -> dict[str
             numbers[name] = float(number)
         except ValueError:
             raise JaxmpError(
-                f"{option} {item!r} is not a number: write {option} {example}."
+                f"{option} {item!r} is not a name and its number: write {option} {example}."
             ) from None
     return numbers
 
