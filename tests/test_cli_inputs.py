@@ -289,7 +289,12 @@ class FullDisk(io.StringIO):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-def test_a_full_disk_is_one_message(command, monkeypatch):
+def test_a_full_disk_is_one_message(command, write, tmp_path, monkeypatch):
+    write(STEP, "step.py")
+    monkeypatch.setattr(Path, "replace", FullDisk.write)
+    code, out, error = command("memory", "step.py:make_step", "--json", "new")
+    assert code == 2 and "'new' cannot be written: No space left on device." in error
+    assert "Memory of" in out and not list(tmp_path.glob("new*"))
     monkeypatch.setattr(sys, "stdout", FullDisk())
     code, _, error = command("recipes")
     assert code == 2 and error == "Error: [Errno 28] No space left on device\n"

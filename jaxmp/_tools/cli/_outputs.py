@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from jaxmp._tools.report import _section
+from jaxmp._tools.report import _section, _views
 from jaxmp._tools.report._views import Interrupted, Report
 from jaxmp.errors import JaxmpError
 
@@ -75,10 +75,11 @@ def write_json(file: str | None, value: object) -> bool:
 
 
 def write_report(report: Report, json: str | None, html: str | None, *, full: bool = False) -> None:
-    """Prints a report, and writes it to the files of `--json` and `--html`."""
-    if not write_json(json, report.to_json()):
+    """Prints a report, and then writes it to the files of `--json` and `--html`."""
+    if json != "-":
         # Code is not wrapped, so that it can be pasted.
         console().print(report.to_rich(full=full), soft_wrap=True)
+    write_json(json, report.to_json())
     if html is not None:
         write_file(html, report.to_html(full=full))
 
@@ -170,13 +171,8 @@ def _try_output(file: str, path: str) -> None:
             _opened[file] = descriptor
             return
         os.close(descriptor)
-    with open(_partial(path), "w"):
-        pass
-    os.remove(_partial(path))
-
-
-def _partial(path: str) -> str:
-    return f"{path}.partial-{os.getpid()}"
+    _views.partial_of(path).touch()
+    _views.partial_of(path).unlink()
 
 
 def _is_earlier(command: str, kind: str, path: str) -> bool:
@@ -209,14 +205,11 @@ def write_file(file: str, text: str) -> None:
     """
     try:
         descriptor = _opened.pop(file, None)
-        if descriptor is not None:
-            os.set_blocking(descriptor, True)
-            with open(descriptor, "w", encoding="utf-8") as stream:
-                stream.write(text)
+        if descriptor is None:
+            _views.replace_file(os.path.realpath(file), text.encode())
             return
-        path = os.path.realpath(file)
-        with open(_partial(path), "w", encoding="utf-8") as stream:
+        os.set_blocking(descriptor, True)
+        with open(descriptor, "w", encoding="utf-8") as stream:
             stream.write(text)
-        os.replace(_partial(path), path)
     except OSError as error:
         raise JaxmpError(f"{file!r} cannot be written: {error.strerror}.") from None

@@ -15,6 +15,7 @@ from typing import Any
 
 from jaxmp._core import Target
 from jaxmp._tools.audit._compile import compile_lowered
+from jaxmp._tools.report._views import replace_file
 
 _COMPILERS = ("jax", "jaxlib", "jax-cuda12-plugin", "jax-cuda13-plugin", "libtpu")
 _FLAGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
@@ -28,7 +29,9 @@ def folder_of(cache: str | os.PathLike[str] | None) -> Path | None:
     Raises:
       NotADirectoryError: if it is a file.
     """
-    path = None if cache is None else Path(cache).expanduser()
+    path = None
+    with contextlib.suppress(RuntimeError):  # A user of a container may have no home directory.
+        path = None if cache is None else Path(cache).expanduser()
     if path is not None and path.is_file():
         raise NotADirectoryError(
             f"cache={str(cache)!r} is a file. Name a folder: cache='cache', or None (--cache '')."
@@ -60,10 +63,8 @@ def compiler_of(path: Path | None, chip: Target) -> Callable[[Any, Any], tuple[s
         program, memory = compile_lowered(lowered, options)
         sizes = {name: getattr(memory, name) for name in _SIZES}
         with contextlib.suppress(OSError):
-            file.parent.mkdir(parents=True, exist_ok=True)
-            partial = file.with_suffix(f".partial-{os.getpid()}")
-            partial.write_bytes(zlib.compress(json.dumps([program, sizes]).encode()))
-            partial.replace(file)
+            path.mkdir(parents=True, exist_ok=True)
+            replace_file(file, zlib.compress(json.dumps([program, sizes]).encode()))
         return program, memory
 
     return compile_once

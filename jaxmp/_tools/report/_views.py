@@ -161,6 +161,21 @@ def read_report(cls: type[R], source: R | str | os.PathLike[str]) -> R:
         ) from None
 
 
+def partial_of(path: str | os.PathLike[str]) -> Path:
+    """Returns the file that `replace_file` writes first."""
+    return Path(f"{os.fspath(path)}.partial-{os.getpid()}")
+
+
+def replace_file(path: str | os.PathLike[str], content: bytes) -> None:
+    """Writes a file, and replaces an earlier one when all is written; an error leaves no part."""
+    partial = partial_of(path)
+    try:
+        partial.write_bytes(content)
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
 _STYLES = {"good": "bold green", "bad": "bold red", "head": "dim", "code": "bold"}
 _STYLES |= dict.fromkeys(("title", "open"), "bold cyan")
 
