@@ -190,7 +190,7 @@ def test_command(command, write, tmp_path):
         (["--remat", "maybe"], "--remat false,true"),
         (["--remat", ""], "remat=[False, True]"),
         (["--price", "v100=2,v100=3"], "two numbers for v100"),
-        (["--rate", "v100/bf16=x"], "write --rate h100/bf16=39000"),
+        (["--rate", "v100/bf16=x"], "is not a name and its number: write --rate h100/bf16=39000"),
         (["--batches", "many"], "batches=[8, 16]"),
     ):
         code, _, error = command(*plan, *wrong)
@@ -318,9 +318,8 @@ def test_intervals_come_from_the_measured_ratios():
         low, high = error_of(case["chip"], case["width"] < 4096, others)
         inside += low <= case["measured"] / case["bound"] <= high
     assert inside >= len(cases) - 1
-    timed, narrow, other = (
-        error_of(*row, cases) for row in (("h100", False), ("h100", True), ("l4", False))
-    )
+    error = lambda chip, is_narrow=False: error_of(chip, is_narrow, cases)
+    timed, narrow, other = error("h100"), error("h100", True), error("l4")
     assert timed[1] - timed[0] < narrow[1] - narrow[0] <= 0.26 and timed[1] < other[1]
 
 
@@ -436,6 +435,10 @@ def test_hosts_and_links_are_those_of_the_user():
     assert cost_of(slow, (), 4).bound == pytest.approx(sent / 10e9, rel=0.01)
     with pytest.raises(TargetError, match="4 devices cannot be divided evenly among hosts=3"):
         cost_of(compiled, (), 3)
+    # A network that is not known has no speed.
+    row = PlanRow(recipe="bf16", target="a10g", devices=2, links={"within": 64e9, "between": 0.0})
+    text = PlanReport(rows=(row,)).to_text()
+    assert text.rpartition("Links")[2].rpartition("2 devices")[2].split("\n")[0].split() == ["64"]
 
 
 DOT = """HloModule step, entry_computation_layout={()->()}

@@ -340,7 +340,7 @@ class _Move:
             sharding = NamedSharding(self._moved(sharding.mesh), sharding.spec)
         else:
             sharding = NamedSharding(self._new, PartitionSpec())
-        aval = jax.typeof(array) if not hasattr(array, "dtype") else array
+        aval = jax.typeof(array)  # NumPy's float64 is float32 without x64
         return jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=sharding)
 
     def parameter(self, value: object) -> object:

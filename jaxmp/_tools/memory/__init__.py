@@ -224,11 +224,7 @@ def estimate_memory(
         except (AuditError, TargetError, MissingDependencyError) as error:
             if exact:
                 raise
-            reason = " ".join(str(error).split())
-            if not isinstance(error, MissingDependencyError):
-                reason = reason.partition(". ")[0]
-            fields = _estimated(traced, state, arguments)
-            fields["reason"] = reason.rstrip(".")
+            fields = _estimated(traced, state, arguments, brief(error))
             fields["most"] += 0 if chip is not None and chip.platform != "gpu" else _WORKSPACE
     kinds = fields.pop("kinds")
     return MemoryEstimate(
@@ -240,6 +236,14 @@ def estimate_memory(
         kinds={kind: kinds[kind] for kind in _MEANING if kinds[kind] or kind == STATE[0]},
         **fields,
     )
+
+
+def brief(error: Exception) -> str:
+    """Returns the reason why a program was not compiled: of long errors, the first sentence."""
+    text = str(error)
+    if isinstance(error, (AuditError, TargetError)):
+        text = text.partition("\n")[0].partition(". ")[0]
+    return " ".join(text.split()).rstrip(".")
 
 
 def _check_compiled(chip: _core.Target | None, exact: bool | None) -> _core.Target:
@@ -293,9 +297,9 @@ def _compiled(
 
 
 def _estimated(
-    traced: _trace.Traced, state: Counter[str], arguments: list[ShardedArgument]
+    traced: _trace.Traced, state: Counter[str], arguments: list[ShardedArgument], reason: str
 ) -> dict[str, Any]:
-    """Returns fields of the report from shapes."""
+    """Returns fields of the report from shapes, and why the program is not compiled."""
     liveness = Liveness(arguments)
     temporary, outputs = liveness.measure(traced.closed)
     results = max(0, outputs - sum(each.bytes for each in arguments if each.is_donated))
@@ -303,4 +307,4 @@ def _estimated(
     error = ERRORS["several" if any(each.parts > 1 for each in arguments) else "one"]
     least, most = (state.total() + results + int(temporary * error[end]) for end in ("low", "high"))
     unknown = tuple(sorted(liveness.unknown))
-    return {"kinds": kinds, "least": least, "most": most, "unknown": unknown}
+    return {"kinds": kinds, "least": least, "most": most, "unknown": unknown, "reason": reason}

@@ -117,8 +117,7 @@ def make_plan(
     measured: list[PlanRow] = []
     is_interrupted = False
     try:
-        for row in programs:
-            measured.append(row)
+        measured.extend(programs)
     except KeyboardInterrupt:
         if not measured:
             raise

@@ -21,12 +21,12 @@ from jaxmp._tools.audit._auditor import PolicyContext
 from jaxmp._tools.audit._compile import compiling_for
 from jaxmp._tools.audit._make_report import lacking_format
 from jaxmp._tools.audit._report import AuditReport
-from jaxmp._tools.memory import estimate_memory
+from jaxmp._tools.memory import brief, estimate_memory
 from jaxmp._tools.memory._cache import compiler_of, folder_of
 from jaxmp._tools.plan._bound import MEASURED, cost_of, count_devices, error_of
 from jaxmp._tools.plan._report import PlanRow
 from jaxmp._tools.report import _section
-from jaxmp.errors import AuditError, JaxmpError, RecipeWarning, TargetError
+from jaxmp.errors import JaxmpError, RecipeWarning, TargetError
 
 # Findings of the audit about kernels that were replaced by slower ones.
 _FALLBACKS = ("unfused_attention", "not_fp8", "fp8_fallback", "fp32_gemm")
@@ -156,11 +156,7 @@ class Candidate(NamedTuple):
 
 def _failed(error: JaxmpError) -> dict[str, Any]:
     """Returns the fields of a row without a program. XLA names the memory that a TPU lacks."""
-    text = str(error)
-    if isinstance(error, (AuditError, TargetError)):
-        # The compiler's own errors are long.
-        text = text.partition("\n")[0].partition(". ")[0]
-    problem = " ".join(text.split()).rstrip(".")
+    problem = brief(error)
     need = re.search(r"does not fit .* requires ([\d.]+)([KMGT]?)", problem)
     if need is None or not isinstance(error, TargetError):
         return {"problem": problem}
@@ -208,9 +204,8 @@ def relative(
     for row in rows:
         changes: dict[str, Any] = {"bound": None}
         if seconds := per_example(row):
-            bound, error = seconds / unit, (1.0, 1.0)
-            if seconds != unit:
-                error = error_of(row.target, row.narrow, MEASURED["cases"])
+            bound, error = seconds / unit, error_of(row.target, row.narrow, MEASURED["cases"])
+            error = error if seconds != unit else (1.0, 1.0)
             interval = tuple(round(bound / factor, 4) for factor in error[::-1])
             changes = {"bound": round(bound, 4), "interval": interval}
         pair = f"{row.target}/{row.recipe}"

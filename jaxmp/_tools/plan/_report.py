@@ -154,7 +154,7 @@ class PlanReport(Report):
         links = dict.fromkeys(
             (row.target, f"{row.devices} devices", f"{row.hosts} hosts" * (row.hosts > 1), *speeds)
             for row in joined
-            for speeds in [[f"{speed / 1e9:,g}" for speed in row.links.values()]]
+            for speeds in [[f"{speed / 1e9:,g}" if speed else "" for speed in row.links.values()]]
         )
         remarks: dict[str, list[PlanRow]] = {}
         for row in self.rows:
