@@ -291,7 +291,7 @@ def test_the_recommendation_names_bytes_and_formats():
     assert little.recipe == "bf16" and "no clear gain, 0.97 (0.87 to 1.07)" in little.reason
     large = recommend("h100", "bf16", [row_of("bf16", 1.0), row_of("fp8", 0.8, fits=False)])
     assert large.recipe == "bf16" and "fp8 does not fit" in large.reason
-    lacks = dataclasses.replace(row_of("fp8", 1.0), lacking="a format")
+    lacks = dataclasses.replace(row_of("fp8", 1.0), lacking="a format", warning="It lacks one.")
     other = recommend("h100", "bf16", [row_of("bf16", 1.0), lacks])
     assert other.reason == "fp8 computes in a format that the chip lacks."
     warned = dataclasses.replace(row_of("fp8", 0.5), warning="It has no loss scale.")

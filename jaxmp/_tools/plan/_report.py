@@ -270,7 +270,7 @@ def _why_none(rows: list[PlanRow]) -> str:
 
 def _comparison(other: PlanRow, best: PlanRow) -> str:
     """Returns why another recipe is not the recommended one."""
-    if other.warning:
+    if other.warning and not other.lacking:
         return f"jaxmp warns of {_name(other)}: {other.warning}"
     if other.lacking or other.bound is None or best.bound is None or not other.fits:
         cannot = "does not fit" if other.fits is False else f"was {_state(other)}"
