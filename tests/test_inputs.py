@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jax import lax
 
 import jaxmp
 from grids import EXPENSIVE
@@ -267,7 +268,7 @@ def test_transformations_around_the_model(framework):
     model = MODELS[framework]()
     eager = jax.grad(lambda t: model(t).sum())(T)
     mapped = jax.jit(jax.vmap(with_gradient(model)))(jnp.stack([T, T]))
-    _, scanned = jax.lax.scan(lambda _, t: (None, with_gradient(model)(t)), None, T[None])
+    _, scanned = lax.scan(lambda _, t: (None, with_gradient(model)(t)), None, T[None])
     saved = jax.jit(jax.grad(jax.checkpoint(lambda t: model(t).sum())))(T)
     for out, gradient in ((EXACT, eager), (mapped[0][0], mapped[1][1]), (EXACT, saved)):
         np.testing.assert_allclose(out, EXACT, atol=1e-5)
@@ -336,6 +337,7 @@ def test_an_input_that_is_kept_below_a_module_that_cast_it():
 
 # Points with small distances, and the rows of a table between them.
 Z = 20 + 0.01 * jax.random.normal(jax.random.key(1), (16, 3))
+WEIGHTS = jnp.array([1.0, 1.0, -2.0])
 TABLE = Z + 0.002 * jax.random.normal(jax.random.key(2), (16, 3))
 
 
@@ -352,16 +354,22 @@ def products(a, b):
 READS = {
     "sine": lambda z, table, layer: jnp.sin(z * 9),
     "frequencies": lambda z, table, layer: jnp.cos(z * table),
+    "distance": lambda z, table, layer: jnp.sin(20 * jnp.linalg.norm(z, axis=-1)),
+    "highest": lambda z, table, layer: jnp.exp(jnp.dot(z, WEIGHTS, precision="highest")),
+    "tangent": lambda z, table, layer: jax.jvp(jnp.square, (z,), (jnp.ones(z.shape),))[1] - 40,
+    "deviation": lambda z, table, layer: jnp.exp(table),
     "layer": lambda z, table, layer: jnp.sin(30 * layer(z)),
-    "neighbours": lambda z, table, layer: jax.lax.top_k(-jnp.sqrt(squares(z, z)), 3)[1],
+    "neighbours": lambda z, table, layer: lax.top_k(-jnp.sqrt(squares(z, z)), 3)[1],
     "matmul": lambda z, table, layer: jnp.exp(-1e4 * products(z - 20, z - 20)),
     "differences": lambda z, table, layer: jnp.exp(-1e4 * squares(z[1:], z[:-1])),
     "codebook": lambda z, table, layer: jnp.abs(z[:, None] - table[None]).sum(-1).argmin(-1),
     "index": lambda z, table, layer: jnp.floor(z * 5000).astype(jnp.int32),
-    "wave": lambda z, table, layer: jnp.exp(jax.lax.complex(-z, z * 9)).real * 1e9,
+    "wave": lambda z, table, layer: jnp.exp(lax.complex(-z, z * 9)).real * 1e9,
     "comparison": lambda z, table, layer: z < table,
     "searched": lambda z, table, layer: jnp.searchsorted(jnp.sort(table[:, 0]), z[:, 0]),
     "remainder": lambda z, table, layer: jnp.mod(500 * z, 7.0),
+    "phase": lambda z, table, layer: jnp.mod(jnp.cumsum(z, 0), 7.0),
+    "carry": lambda z, table, layer: lax.scan(lambda p, _: (p + z, None), z, None, 9)[0] % 7.0,
     "logarithm": lambda z, table, layer: jnp.log1p(-z / 20.5) + 1 / (20.5 - z),
     "transform": lambda z, table, layer: jnp.abs(jnp.fft.rfft(z, axis=0)),
     "mean": lambda z, table, layer: jnp.exp(-1e4 * jnp.square(z - z.mean(0, keepdims=True))),
@@ -457,7 +465,7 @@ class Mixes(nn.Module):
             return jax.nn.softmax(hidden @ hidden.T - jnp.abs(z - z.T)) @ hidden
         if self.read == "carry":
             step = lambda z, _: (jnp.sin(z).astype(hidden.dtype), None)
-            return hidden * jax.lax.scan(step, z, None, length=2)[0]
+            return hidden * lax.scan(step, z, None, length=2)[0]
         kernel = self.param("kernel", nn.initializers.normal(), (16, 16))
         return jnp.square((z @ kernel - z).astype(jnp.float32)).mean()
 
@@ -480,6 +488,43 @@ def test_an_argument_that_must_be_narrow_is_cast(read, primitive, dtype):
         variables = model.init(jax.random.key(0), x, z)
         traced = trace(model.apply, variables, x, z)
     assert {dtypes(e)[0] for e in traced if e.primitive.name == primitive} == {dtype}
+
+
+@jax.tree_util.register_pytree_node_class
+class Irreps:
+    """Array with a name that its pytree lacks, as the zero flags of e3nn's arrays."""
+
+    dtype = property(lambda self: self.array.dtype)
+
+    def __init__(self, array, name=""):
+        self.array, self.name = array, name
+
+    def astype(self, dtype):
+        return Irreps(self.array.astype(dtype), self.name)
+
+    def tree_flatten(self):
+        return (self.array,), None
+
+    tree_unflatten = classmethod(lambda cls, _, leaves: cls(*leaves))
+
+
+class Equivariant(nn.Module):
+    depth: int = 1
+
+    @nn.compact
+    def __call__(self, x):
+        if self.depth:
+            return Equivariant(self.depth - 1, name="inner")(Irreps(x, "w")).array
+        seen.append(str(x.dtype))
+        return Irreps(x.array @ self.param(x.name, nn.initializers.ones, (4, 3)))
+
+
+@pytest.mark.parametrize(("name", "dtype"), [("fp32", "float32"), ("bf16", "bfloat16")])
+def test_arrays_of_other_libraries_cast_themselves(name, dtype):
+    seen.clear()
+    variables = Equivariant().init(jax.random.key(0), X)
+    assert load_recipe(name).wrap(Equivariant()).apply(variables, X).dtype == "float32"
+    assert seen[-1] == dtype
 
 
 def test_explain_names_the_modules_whose_inputs_are_not_cast():

@@ -175,8 +175,13 @@ _OPAQUE = (nnx.Pytree, nnx.Variable, nnx.State, nnx.GraphDef)
 
 
 def is_opaque(value: object) -> bool:
-    """Returns True for pytrees that are not cast, because the function may write to them."""
-    return isinstance(value, _OPAQUE)
+    """Returns True for pytrees whose leaves are not cast.
+
+    A function may write to them, or they have an `astype`, and their leaves are not all of their
+    state, as of the arrays of e3nn.
+    """
+    is_array = isinstance(value, (*ARRAYS, type))
+    return isinstance(value, _OPAQUE) or (not is_array and hasattr(value, "astype"))
 
 
 def cast_tree(
@@ -184,12 +189,15 @@ def cast_tree(
 ) -> PyTree:
     """Casts the floating arrays of arguments or results; finite values stay finite.
 
-    Modules in `tree` are not cast. Parameters and cotangents are cast by `cast_floating`.
+    Modules in `tree` are not cast, and objects with an `astype` cast themselves. Parameters and
+    cotangents are cast by `cast_floating`.
     """
 
     def cast_array(leaf: object) -> object:
         if not isinstance(leaf, ARRAYS):
-            return leaf
+            array: Any = None if isinstance(leaf, _OPAQUE) else leaf
+            is_own = is_opaque(array) and _core.is_castable(array)
+            return array.astype(dtype) if is_own else leaf
         leaf = _core.canonical(leaf) if leaf.dtype == _core.FLOAT64 else leaf
         return cast_leaf(leaf, dtype) if _core.is_castable(leaf) else leaf
 

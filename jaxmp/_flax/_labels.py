@@ -162,8 +162,6 @@ def _count_of_fixed(equation: _compat.JaxprEqn) -> int:
     return len(equation.outvars) if is_fixed else 0
 
 
-# Terms of the matmuls that multiply coordinates.
-_FEW = range(16)
 _ARITHMETIC = frozenset(("add", "add_any", "sub", "mul", "div"))
 # Not of equality, by which a write finds the elements of a parameter that have changed.
 _COMPARISONS = frozenset(("lt", "le", "gt", "ge", "lt_to", "le_to"))
@@ -172,7 +170,7 @@ _OF_DIGITS = named("log1p atanh asin erf_inv rem fft")
 
 
 class LabelUses(_programs.Uses):
-    """Uses of labeled values, except where another array, such as a carry, fixes their dtype."""
+    """Uses of labeled values; few where another array, such as a carry, fixes their dtype."""
 
     orders_squares = True
 
@@ -186,11 +184,16 @@ class LabelUses(_programs.Uses):
             label = _programs.label_of(equation)
             self.of_labels[label] = self.of_labels.get(label, _programs.Use.NONE) | results[0]
         fixed = _count_of_fixed(equation)
-        results = [_programs.Use.NONE] * fixed + results[fixed:]
+        # A phase is added up in a carry.
+        passed = _programs.Use.ANGLE | _programs.Use.DIGITS
+        results = [each & passed for each in results[:fixed]] + results[fixed:]
         used = super().equation(equation, results, frame)
-        if name == "dot_general" and _programs.terms_of(equation) in _FEW:
+        if name == "dot_general" and _programs.terms_of(equation) in _programs.FEW_TERMS:
             # The coordinates of points are not rounded. In a wider matmul, roundings average out.
             own = _programs.exact_uses(equation, results[0] | self.of_call(equation))
+            options = _programs.arithmetic_of(equation)
+            if options and options.is_highest:  # as of a covariance
+                own |= _programs.Use.DIGITS
             used = [each | own for each in used]
         if name in _ARITHMETIC:
             is_part = results[0] and not results[0] & ~(_programs.Use.RESULT | _programs.Use.PART)

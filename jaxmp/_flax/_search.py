@@ -136,13 +136,14 @@ class ModelSearch:
     ) -> tuple[_labels.Labeling, _Traced] | None:
         """Returns the labeling of a call, and the results of `_traced`; None if that fails.
 
-        If JAX has no 16-bit form of an operation, such as `fft` or `lu`, modules cast nothing.
+        If JAX refuses 16 bits in an operation, such as `fft`, or tangents, modules cast nothing.
         """
         labeling = _labels.Labeling(casts)
         try:
             return labeling, _traced(prepare, labeling)
         except Exception as error:
-            if casts and lacks_16bit_form(error):
+            is_tangent = any(text in str(error) for text in ("tangent", "VJP function"))
+            if casts and (is_tangent or lacks_16bit_form(error)):
                 labeling.modules.clear()
                 return self._trace(key, prepare, casts=False)
             # The call itself raises the same error, or it reads values of arrays outside of `jit`.
@@ -185,7 +186,7 @@ class ModelSearch:
         labels = {
             label: reasons[label]
             for label in reached.labels & reasons.keys()
-            if label not in reached.multiplied or reasons[label] not in _CHEAP
+            if not (labeling.casts and label in reached.multiplied and reasons[label] in _CHEAP)
         }
         # Other operands of a matmul by hand determine its dtype.
         weak = labels.keys() & reached.multiplied
@@ -356,7 +357,8 @@ _OF_MODEL = "its results are those of the model"
 # Of values in a model that cannot be traced if they are all rounded.
 _REFUSED = "JAX refuses 16 bits in an operation that reads this or another value"
 # Reasons for which an argument is not kept in FP32 if a matmul outside of layers reads it.
-_CHEAP = _OF_MODEL, *map(_programs.why_wide, (_programs.Use.LOSS, _programs.Use.PART))
+_CHEAP_USES = _programs.Use.LOSS | _programs.Use.PART
+_CHEAP = _OF_MODEL, *map(_programs.why_wide, _CHEAP_USES)
 # Uses of a value that may be rounded. Matmuls on the results of layers are in 16 bits, also those
 # of distances, and a sum or product of a result is rounded as often as the residual stream.
 _ROUNDED = _programs.Use.RESULT | _programs.Use.MAGNIFIED | _programs.Use.SOLUTION
@@ -367,4 +369,6 @@ def _reason(use: _programs.Use, *, is_layer: bool) -> str:
     """Returns why a value is not rounded; "" if it is."""
     if use & ~_programs.Use.PART == _programs.Use.RESULT:
         return _OF_MODEL
-    return _programs.why_wide(use & ~(_ROUNDED_RESULT if is_layer else _ROUNDED))
+    if is_layer:
+        return _programs.why_wide(use & ~_ROUNDED_RESULT)
+    return _programs.why_wide(use & ~_ROUNDED & ~_CHEAP_USES) or _programs.why_wide(use & ~_ROUNDED)

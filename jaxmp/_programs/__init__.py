@@ -59,5 +59,5 @@ from jaxmp._programs._operations import (
 from jaxmp._programs._static_values import Scope
 from jaxmp._programs._solutions import SOLVERS
 from jaxmp._programs._uses import (
-    DECISIONS, EXACT, SENSITIVE, Use, Uses, exact_uses, uses, why_wide, wide_results,
+    DECISIONS, EXACT, FEW_TERMS, SENSITIVE, Use, Uses, exact_uses, uses, why_wide, wide_results,
 )

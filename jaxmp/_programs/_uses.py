@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import enum
 import functools
+import math
 from collections.abc import Iterable, Sequence
 from typing import Any, ClassVar
 
@@ -58,8 +59,8 @@ class Use(enum.IntFlag):
     SOLUTION = enum.auto()
     # The program returns a sum or product of it and other arrays, which nothing else reads.
     PART = enum.auto()
-    # Its last digits matter: a comparison, remainder or Fourier transform reads it, or it is nearly
-    # the number that is subtracted from it before a logarithm or a quotient.
+    # Its last digits matter: a comparison, remainder, Fourier transform, or matmul of the highest
+    # precision reads it, or it is nearly the number that is subtracted from it before a logarithm.
     DIGITS = enum.auto()
 
 
@@ -72,7 +73,8 @@ _WHY_WIDE = {
     Use.CHAINED: "a factorization or a solve reads a linear function of the value",
     Use.DISTANCE: "a distance or angle is a small difference of the value and other numbers",
     Use.ANGLE: "a sine, cosine or tangent of the value is computed",
-    Use.DIGITS: "a comparison, remainder, Fourier transform or logarithm of 1 - value is computed",
+    Use.DIGITS: "a comparison, remainder, exact matmul, Fourier transform or logarithm of 1 - value"
+    " is computed",
     Use.SOLUTION: "it multiplies the result of a factorization or a solve, or the next matmul does",
     Use.MAGNIFIED: "a logarithm, a root or a quotient magnifies the rounding",
     Use.RESULT: "the function returns the value",
@@ -86,7 +88,7 @@ _NONE, _RESULT, _LOSS, _ORDER, _SOFTMAX = map(int, (Use.NONE, *Use)[:5])
 _MAGNIFIED, _SOLVED, _CHAINED, _SUMMED, _PRODUCT, _DISTANCE, _ANGLE, _SOLUTION = map(
     int, [*Use][4:12]
 )
-_DECISIONS = int(DECISIONS)
+_DECISIONS, _DIGITS = int(DECISIONS), int(Use.DIGITS)
 _COMPARED = frozenset(("argmax", "argmin", "top_k", "approx_top_k", "sort"))
 # Operations that move or choose elements, and leave them as they are.
 EXACT = named(
@@ -116,11 +118,11 @@ _PASSED = {
         (_FLAT, _DECISIONS | _SOLVED | _RESULT),
         (_MAGNIFYING, _DECISIONS | _SOLVED),
         # Frequencies may be powers, and their logarithms parameters.
-        (_WAVES, _DECISIONS | _SOLVED | _ANGLE),
+        (_WAVES, _DECISIONS | _SOLVED | _ANGLE | _RESULT),
         (named("sin cos tan sinh cosh asinh digamma lgamma erf_inv rem"), _DECISIONS | _SOLVED),
         (
             named("sqrt cbrt abs square integer_pow reduce_prod cumprod"),
-            _DECISIONS | _SOLVED | _MAGNIFIED,
+            _DECISIONS | _SOLVED | _MAGNIFIED | _ANGLE,
         ),
         (named("add sub add_any"), ~_PRODUCT),
     )
@@ -167,13 +169,17 @@ def _wide(avals: Iterable[Any]) -> tuple[Use, ...]:
     return tuple(Use.RESULT if is_kept(aval) else Use.NONE for aval in avals)
 
 
+# Terms of the sums and matmuls of coordinates.
+FEW_TERMS = range(16)
+
+
 def exact_uses(equation: Equation, use: Use) -> Use:
     """Returns the uses for which a matmul multiplies its FP32 operands as they are.
 
     An angle needs the coordinates of a point, up to 15. In a wide layer, roundings average out.
     """
     terms = terms_of(equation) if equation.primitive.name == "dot_general" else None
-    angle = Use.ANGLE if terms in range(16) else Use.NONE
+    angle = Use.ANGLE if terms in FEW_TERMS else Use.NONE
     return use & (Use.SOLVED | Use.CHAINED | Use.DISTANCE | Use.SOLUTION | angle)
 
 
@@ -368,7 +374,13 @@ def _of_summand(equation: JaxprEqn, use: int) -> int:
     keeps_first = is_inner_product(equation) or 0 not in axes_of(equation)
     is_reduced = result.ndim == 0 or (result.ndim == 1 and keeps_first)
     loss = _LOSS if use & _RESULT and is_reduced else _NONE
-    return _SUMMED | loss | use & (_LOSS | _PRODUCT | _MAGNIFIED | _SOLVED | _CHAINED)
+    name, shape = equation.primitive.name, array_aval(equation.invars[0]).shape
+    # A distance, as in `exact_uses`, or a phase.
+    is_distance = (
+        name == "reduce_sum" and math.prod(shape[n] for n in axes_of(equation)) in FEW_TERMS
+    )
+    angle = _DIGITS | _ANGLE if name == "cumsum" else _ANGLE if is_distance else _NONE
+    return _SUMMED | loss | use & (_LOSS | _PRODUCT | _MAGNIFIED | _SOLVED | _CHAINED | angle)
 
 
 def _is_float(aval: Any) -> bool:
