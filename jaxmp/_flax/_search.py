@@ -357,8 +357,7 @@ _OF_MODEL = "its results are those of the model"
 # Of values in a model that cannot be traced if they are all rounded.
 _REFUSED = "JAX refuses 16 bits in an operation that reads this or another value"
 # Reasons for which an argument is not kept in FP32 if a matmul outside of layers reads it.
-_CHEAP_USES = _programs.Use.LOSS | _programs.Use.PART
-_CHEAP = _OF_MODEL, *map(_programs.why_wide, _CHEAP_USES)
+_CHEAP = _OF_MODEL, *map(_programs.why_wide, (_programs.Use.LOSS, _programs.Use.PART))
 # Uses of a value that may be rounded. Matmuls on the results of layers are in 16 bits, also those
 # of distances, and a sum or product of a result is rounded as often as the residual stream.
 _ROUNDED = _programs.Use.RESULT | _programs.Use.MAGNIFIED | _programs.Use.SOLUTION
@@ -369,6 +368,4 @@ def _reason(use: _programs.Use, *, is_layer: bool) -> str:
     """Returns why a value is not rounded; "" if it is."""
     if use & ~_programs.Use.PART == _programs.Use.RESULT:
         return _OF_MODEL
-    if is_layer:
-        return _programs.why_wide(use & ~_ROUNDED_RESULT)
-    return _programs.why_wide(use & ~_ROUNDED & ~_CHEAP_USES) or _programs.why_wide(use & ~_ROUNDED)
+    return _programs.why_wide(use & ~(_ROUNDED_RESULT if is_layer else _ROUNDED))

@@ -68,7 +68,6 @@ class Use(enum.IntFlag):
 _WHY_WIDE = {
     Use.SOFTMAX: "a softmax or another sum of exponentials reads the value",
     Use.ORDER: "a choice depends on the value",
-    Use.LOSS: "a loss reads the value",
     Use.SOLVED: "a factorization or a solve reads the value",
     Use.CHAINED: "a factorization or a solve reads a linear function of the value",
     Use.DISTANCE: "a distance or angle is a small difference of the value and other numbers",
@@ -76,6 +75,7 @@ _WHY_WIDE = {
     Use.DIGITS: "a comparison, remainder, exact matmul, Fourier transform or logarithm of 1 - value"
     " is computed",
     Use.SOLUTION: "it multiplies the result of a factorization or a solve, or the next matmul does",
+    Use.LOSS: "a loss reads the value",
     Use.MAGNIFIED: "a logarithm, a root or a quotient magnifies the rounding",
     Use.RESULT: "the function returns the value",
     Use.PART: "the function returns a sum or product of the value",
