@@ -490,22 +490,17 @@ def test_an_argument_that_must_be_narrow_is_cast(read, primitive, dtype):
     assert {dtypes(e)[0] for e in traced if e.primitive.name == primitive} == {dtype}
 
 
-@jax.tree_util.register_pytree_node_class
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=["array"], meta_fields=[], drop_fields=["name"]
+)
+@dataclasses.dataclass
 class Irreps:
     """Array with a name that its pytree lacks, as the zero flags of e3nn's arrays."""
 
+    array: jax.Array
+    name: str = ""
     dtype = property(lambda self: self.array.dtype)
-
-    def __init__(self, array, name=""):
-        self.array, self.name = array, name
-
-    def astype(self, dtype):
-        return Irreps(self.array.astype(dtype), self.name)
-
-    def tree_flatten(self):
-        return (self.array,), None
-
-    tree_unflatten = classmethod(lambda cls, _, leaves: cls(*leaves))
+    astype = lambda self, dtype: Irreps(self.array.astype(dtype), self.name)
 
 
 class Equivariant(nn.Module):
