@@ -65,7 +65,7 @@ def test_a_product_that_only_fp32_operations_read_is_not_rounded():
 
     def both(w, x):
         y = x @ w
-        return jnp.exp(y), jnp.tanh(y @ w) @ w
+        return jnp.exp(y) @ w, jnp.tanh(y @ w) @ w
 
     assert dtypes(products(trace(autocast(wide, MIXED), W, X))[0]) == (BF16, BF16, F32)
     assert dtypes(products(trace(autocast(both, MIXED), W, X))[0]) == (BF16, BF16, BF16)
@@ -101,7 +101,7 @@ def test_arithmetic_is_wide_only_on_the_way_to_fp32():
     def fn(w, x):
         y = x @ w
         error = (y - x) * 2
-        return jnp.square(error.reshape(-1)), jnp.exp(jnp.tanh(y + x)), (y * 3) @ w
+        return jnp.square(error.reshape(-1)), jnp.exp(jnp.tanh(y + x)) @ w, (y * 3) @ w
 
     traced = trace(autocast(fn, MIXED), W, X)
     assert dtypes(named(traced, "sub")[0]) == (F32, F32, F32)

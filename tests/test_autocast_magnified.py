@@ -240,12 +240,21 @@ def test_only_the_matmul_of_a_distance_is_fp32():
     assert {row.lhs for row in report.matmuls} == {"bfloat16", "float32"}
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_coordinates_are_not_rounded_before_a_sine(recipe):
-    def features(x, w):
-        z = x @ (20 * w) * jnp.float32(2 * np.pi)
-        return jnp.concatenate([jnp.sin(z), jnp.cos(z)], 1)
+def frequencies(x, w):
+    z = x @ (20 * w) * jnp.float32(2 * np.pi)
+    return jnp.concatenate([jnp.sin(z), jnp.cos(z)], 1)
 
+
+def crystal(x, w):
+    # Bessel functions of the distances between periodic images, in a strained cell.
+    cell = w[:, :3] + w[:, :3] @ jnp.zeros((3, 3))
+    distance = jnp.sqrt(jnp.sum((x + jnp.round(9 * x) @ cell) ** 2, 1, keepdims=True) + 1)
+    return jnp.sin(distance * jnp.arange(1, 9.0)[None]) / distance
+
+
+@pytest.mark.parametrize("features", [frequencies, crystal])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_coordinates_are_not_rounded_before_a_sine(recipe, features):
     x, w = POINTS[:, [0, 0, 0]], FEATURES.repeat(3, 0)
     assert np.abs(autocast(features, recipe)(x, w) - features(x, w)).max() < 1e-4
     loss = lambda w: jaxmp.StaticLossScale(8.0).scale(autocast(features, recipe)(x, w).sum())
@@ -256,7 +265,7 @@ def test_coordinates_are_not_rounded_before_a_sine(recipe):
 def test_hidden_layers_before_a_sine_run_in_16_bits(widths):
     def layers(x):
         for shape in itertools.pairwise(widths):
-            x = x @ jnp.ones(shape)
+            x = jnp.tanh(x) @ jnp.ones(shape)
         return jnp.sin(x)
 
     rows = jaxmp.explain(layers, "bf16")(jnp.ones((2, widths[0]))).autocast.rows

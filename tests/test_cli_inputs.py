@@ -156,15 +156,14 @@ def contents(folder):
 
 @pytest.fixture
 def folder(inputs, monkeypatch):
-    """Changes to the directory with the inputs, and forgets the modules that a command loads."""
+    """Changes to the directory with the inputs, and forgets those that a command imports."""
     monkeypatch.chdir(inputs)
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
     monkeypatch.setenv("COLUMNS", "60")
-    modules = set(sys.modules)
     yield inputs
-    for name in set(sys.modules) - modules:
-        if not name.startswith(("jax", "flax", "orbax", "rich", "typer")):
+    for name, module in list(sys.modules.items()):
+        if str(inputs) in str(getattr(module, "__spec__", "")):
             del sys.modules[name]
 
 

@@ -274,9 +274,11 @@ def _of_matmul(
         why = why or _programs.why_wide(exact)
         why = why or ("a loss selects FP32 values by it" if _is_selection(values, use) else "")
         if why:
-            # The product of data and an inverse does not promote a residual stream.
-            is_narrow = exact == Use.SOLUTION
-            priority = Priority.NARROW if is_narrow else Priority.COMPUTED
+            # The product of data and an inverse does not promote a residual stream, and rotated
+            # coordinates are data.
+            priority = Priority.NARROW if exact == Use.SOLUTION else Priority.COMPUTED
+            if not exact & ~(Use.ANGLE | Use.CHAINED):
+                priority = max(value.priority for value in values[:2])
             return Decision(None, priority, why, as_recorded=True)
     preferred = None if options is None else options.result_dtype
     narrow = narrow_reason(policy.policy, _values.outputs_of(equation, values))

@@ -44,8 +44,8 @@ class Use(enum.IntFlag):
     MAGNIFIED = enum.auto()
     # A factorization or a solve follows, whose error is that of the matrix times its condition.
     SOLVED = enum.auto()
-    # The same through matmuls, but all operations in between are linear, such as those of a Kalman
-    # filter's covariance: the rounding of every factor reaches the solve.
+    # The same, or an angle, through matmuls, but all operations in between are linear, such as
+    # rotations, or those of a Kalman filter's covariance: the rounding of every factor reaches it.
     CHAINED = enum.auto()
     # A sum, and a matmul with several columns, read it: an exponential with both is attention.
     SUMMED = enum.auto()
@@ -69,9 +69,9 @@ _WHY_WIDE = {
     Use.SOFTMAX: "a softmax or another sum of exponentials reads the value",
     Use.ORDER: "a choice depends on the value",
     Use.SOLVED: "a factorization or a solve reads the value",
-    Use.CHAINED: "a factorization or a solve reads a linear function of the value",
     Use.DISTANCE: "a distance or angle is a small difference of the value and other numbers",
     Use.ANGLE: "a sine, cosine or tangent of the value is computed",
+    Use.CHAINED: "a factorization, a solve or an angle reads a linear function of the value",
     Use.DIGITS: "a comparison, remainder, exact matmul, Fourier transform or logarithm of 1 - value"
     " is computed",
     Use.SOLUTION: "it multiplies the result of a factorization or a solve, or the next matmul does",
@@ -178,9 +178,13 @@ def exact_uses(equation: Equation, use: Use) -> Use:
 
     An angle needs the coordinates of a point, up to 15. In a wide layer, roundings average out.
     """
-    terms = terms_of(equation) if equation.primitive.name == "dot_general" else None
-    angle = Use.ANGLE if terms in FEW_TERMS else Use.NONE
+    angle = Use.ANGLE if _is_of_point(equation) else Use.NONE
     return use & (Use.SOLVED | Use.CHAINED | Use.DISTANCE | Use.SOLUTION | angle)
+
+
+def _is_of_point(equation: Equation) -> bool:
+    """Returns True for a matmul that sums up to 15 terms, the coordinates of a point."""
+    return equation.primitive.name == "dot_general" and terms_of(equation) in FEW_TERMS
 
 
 class Uses(Backward):
@@ -283,8 +287,10 @@ class Uses(Backward):
         if name in MATMULS and not is_sum and not is_outer_product(equation):
             # The Gram matrix of rounded rows is one of other rows, and positive definite.
             is_gram = len({self._transposed.get(v, v) for v in equation.invars[:2]}) == 1
-            solved = _NONE if is_gram else use & _CHAINED
-            return [_of_factor(equation, n) | solved for n in range(count)]
+            is_chained = use & _CHAINED and not is_gram
+            is_chained |= use & _ANGLE and _is_of_point(equation)
+            passed = _CHAINED if is_chained else _NONE
+            return [_of_factor(equation, n) | passed for n in range(count)]
         if is_sum:
             is_distance = self.orders_squares and equation.invars[0] in self._squares
             order = use & _ORDER if is_distance else _NONE
