@@ -117,7 +117,8 @@ def make_plan(
     measured: list[PlanRow] = []
     is_interrupted = False
     try:
-        measured.extend(programs)
+        for row in programs:
+            measured.append(row)
     except KeyboardInterrupt:
         if not measured:
             raise
