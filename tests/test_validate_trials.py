@@ -69,14 +69,15 @@ def rounds_as_emulated(dtype):
     """Returns True if this CPU rounds products before it adds them, and FP32 sums of matmuls once.
 
     Some have instructions for a 16-bit dtype, with which XLA rounds elsewhere: with AVX512-FP16 the
-    sum of a multiply-add, and with AVX512-BF16 or AMX parts of the sums of a matmul.
+    sum of a multiply-add, and with AVX512-BF16 or AMX that of a loop, and parts of those of a
+    matmul.
     """
-    x = 1 + jnp.finfo(dtype).eps
-    multiply_add = jax.jit(lambda a, b, c: a * b + c)
+    x = jnp.array([1 + jnp.finfo(dtype).eps, 0], dtype)
+    multiply_add = jax.jit(lambda c: jax.lax.scan(lambda c, x: (c + x * x, None), c, x)[0])
     a, b = (jax.random.normal(jax.random.key(i), (8, 8), dtype) for i in range(2))
     product = jax.jit(jnp.matmul, compiler_options={"xla_allow_excess_precision": False})(a, b)
     once = np.matmul(a.astype(np.float32), b.astype(np.float32)).astype(product.dtype)
-    return not multiply_add(x, x, -(x * x)).any() and np.array_equal(product, once)
+    return not multiply_add(-x[0] * x[0]) and np.array_equal(product, once)
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
