@@ -72,8 +72,8 @@ _WHY_WIDE = {
     Use.DISTANCE: "a distance or angle is a small difference of the value and other numbers",
     Use.ANGLE: "a sine, cosine or tangent of the value is computed",
     Use.CHAINED: "a factorization, a solve or an angle reads a linear function of the value",
-    Use.DIGITS: "a comparison, remainder, exact matmul, Fourier transform or logarithm of 1 - value"
-    " is computed",
+    Use.DIGITS: "a comparison, remainder, Fourier transform, matmul with precision=HIGHEST or"
+    " logarithm of 1 - value is computed",
     Use.SOLUTION: "it multiplies the result of a factorization or a solve, or the next matmul does",
     Use.LOSS: "a loss reads the value",
     Use.MAGNIFIED: "a logarithm, a root or a quotient magnifies the rounding",
