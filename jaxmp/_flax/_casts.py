@@ -177,8 +177,8 @@ _OPAQUE = (nnx.Pytree, nnx.Variable, nnx.State, nnx.GraphDef)
 def is_opaque(value: object) -> bool:
     """Returns True for pytrees whose leaves are not cast.
 
-    A function may write to them, or they have an `astype`, and their leaves are not all of their
-    state, as of the arrays of e3nn.
+    They are objects of Flax, to which a function may write, or arrays of other libraries, which
+    have an `astype`. Those of e3nn have state beside their leaves.
     """
     is_array = isinstance(value, (*ARRAYS, type))
     return isinstance(value, _OPAQUE) or (not is_array and hasattr(value, "astype"))

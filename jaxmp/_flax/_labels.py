@@ -170,7 +170,11 @@ _OF_DIGITS = named("log1p atanh asin erf_inv rem fft")
 
 
 class LabelUses(_programs.Uses):
-    """Uses of labeled values; few where another array, such as a carry, fixes their dtype."""
+    """Uses of labeled values.
+
+    If another array, such as a carry, fixes the dtype of a value, only its uses as an angle or for
+    its last digits count.
+    """
 
     orders_squares = True
 
@@ -184,7 +188,7 @@ class LabelUses(_programs.Uses):
             label = _programs.label_of(equation)
             self.of_labels[label] = self.of_labels.get(label, _programs.Use.NONE) | results[0]
         fixed = _count_of_fixed(equation)
-        # A phase is added up in a carry.
+        # A loop may add up a phase in its carry.
         passed = _programs.Use.ANGLE | _programs.Use.DIGITS
         results = [each & passed for each in results[:fixed]] + results[fixed:]
         used = super().equation(equation, results, frame)
@@ -192,7 +196,7 @@ class LabelUses(_programs.Uses):
             # The coordinates of points are not rounded. In a wider matmul, roundings average out.
             own = _programs.exact_uses(equation, results[0] | self.of_call(equation))
             options = _programs.arithmetic_of(equation)
-            if options and options.is_highest:  # as of a covariance
+            if options and options.is_highest:  # as for a covariance
                 own |= _programs.Use.DIGITS
             used = [each | own for each in used]
         if name in _ARITHMETIC:

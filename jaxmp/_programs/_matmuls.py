@@ -244,10 +244,7 @@ def count_flops(jaxpr: _compat.AnyJaxpr) -> Counter[tuple[Any, Any]]:
                 counts[matmul.lhs, matmul.rhs] += matmul.flops
         if matmuls or name == "pallas_call":
             continue
-        inside = [
-            Counter({pair: n * inner.times for pair, n in count_flops(inner.jaxpr).items()})
-            for inner in inners(equation)
-        ]
+        inside = [_multiplied(count_flops(inner.jaxpr), inner.times) for inner in inners(equation)]
         if form_of(equation) is Form.BRANCH:
             inside = [max(inside, key=Counter.total)]
         elif name_of(equation) in (_core.WIDENED_MATMUL, MX_MATMUL):
@@ -258,6 +255,10 @@ def count_flops(jaxpr: _compat.AnyJaxpr) -> Counter[tuple[Any, Any]]:
         for flops in inside:
             counts.update(flops)
     return counts
+
+
+def _multiplied(flops: Counter[tuple[Any, Any]], times: int) -> Counter[tuple[Any, Any]]:
+    return Counter({pair: count * times for pair, count in flops.items()})
 
 
 def multiple_of(dtype: DTypeLike) -> int:

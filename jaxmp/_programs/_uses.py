@@ -44,8 +44,9 @@ class Use(enum.IntFlag):
     MAGNIFIED = enum.auto()
     # A factorization or a solve follows, whose error is that of the matrix times its condition.
     SOLVED = enum.auto()
-    # The same, or an angle, through matmuls, but all operations in between are linear, such as
-    # rotations, or those of a Kalman filter's covariance: the rounding of every factor reaches it.
+    # A factorization, a solve, or a sine of coordinates follows after matmuls and other linear
+    # operations, as of a Kalman filter's covariance, or a rotation. The rounding of each factor
+    # reaches it.
     CHAINED = enum.auto()
     # A sum, and a matmul with several columns, read it: an exponential with both is attention.
     SUMMED = enum.auto()
@@ -60,7 +61,7 @@ class Use(enum.IntFlag):
     # The program returns a sum or product of it and other arrays, which nothing else reads.
     PART = enum.auto()
     # Its last digits matter: a comparison, remainder, Fourier transform, or matmul of the highest
-    # precision reads it, or it is nearly the number that is subtracted from it before a logarithm.
+    # precision reads it, or a logarithm or quotient follows a subtraction of nearly its value.
     DIGITS = enum.auto()
 
 
@@ -381,7 +382,7 @@ def _of_summand(equation: JaxprEqn, use: int) -> int:
     is_reduced = result.ndim == 0 or (result.ndim == 1 and keeps_first)
     loss = _LOSS if use & _RESULT and is_reduced else _NONE
     name, shape = equation.primitive.name, array_aval(equation.invars[0]).shape
-    # A distance, as in `exact_uses`, or a phase.
+    # A sine needs the coordinates of a distance, and all terms of a phase.
     is_distance = (
         name == "reduce_sum" and math.prod(shape[n] for n in axes_of(equation)) in FEW_TERMS
     )

@@ -63,35 +63,39 @@ def label_activations(op: _checks.OpOccurrence) -> None:
 def report_reductions(audit: _auditor.Auditor) -> None:
     """Reports the sums over devices, after the walk."""
     for reduction in audit.collected[_labels.Reduction16Bit]:
-        op = reduction.op
-        dtype = _checks.dtype_of(op.operands[0]).name
-        names = _programs.mesh_axes_of(op.equation)
-        name = repr(names[0]) if len(names) == 1 else repr(names)
-        if op.is_forward and not reduction.is_gradient and is_sum(op):
-            message = f"statistics of the batch are averaged over devices in {dtype} ({op.name})."
-            fix = f"jax.lax.pmean(x.astype(jnp.float32), {name})"
-            op.add(ALL_REDUCE_16BIT, message, fix_origins(op) or fix)
-            continue
-        if not reduction.is_gradient or reduction.is_activation:
-            audit.notes[sum_note(dtype)] = None
-            continue
-        message = f"gradients are summed over devices in {dtype} ({op.name})."
-        # A quotient after the sum stays, so that the code keeps the function.
-        fix = fix_origins(op) or fix_expression("Sum in FP32", op)
-        if "\n" not in fix:
-            fix = f"jax.lax.pmean(jax.tree.map(lambda g: g.astype(jnp.float32), grads), {name})"
-        if op.name == "reduce_scatter" and op.is_backward:
-            fix = _FIX_GATHER_VJP.format(name=name, dtype=dtype)
-        elif op.is_backward:
-            fix = "Let JAX sum the gradient of the FP32 parameters, before the loss casts them:\n"
-            fix += f"    params = jax.lax.pcast(params, {name}, to='varying')"
-        severity = _checks.ERROR if audit.context.requires_fp32_reductions else _checks.WARNING
-        op.add(ALL_REDUCE_16BIT, message, fix, severity=severity)
+        _report_reduction(reduction, audit)
 
 
 def sum_note(dtype: str) -> str:
     """Returns the note about sums that require no change: a few terms, rounded as activations."""
     return f"activations are summed over devices in {dtype}, as in tensor parallelism"
+
+
+def _report_reduction(reduction: _labels.Reduction16Bit, audit: _auditor.Auditor) -> None:
+    op = reduction.op
+    dtype = _checks.dtype_of(op.operands[0]).name
+    names = _programs.mesh_axes_of(op.equation)
+    name = repr(names[0]) if len(names) == 1 else repr(names)
+    if op.is_forward and not reduction.is_gradient and is_sum(op):
+        message = f"statistics of the batch are averaged over devices in {dtype} ({op.name})."
+        fix = f"jax.lax.pmean(x.astype(jnp.float32), {name})"
+        op.add(ALL_REDUCE_16BIT, message, fix_origins(op) or fix)
+        return
+    if not reduction.is_gradient or reduction.is_activation:
+        audit.notes[sum_note(dtype)] = None
+        return
+    message = f"gradients are summed over devices in {dtype} ({op.name})."
+    # A quotient after the sum stays, so that the code keeps the function.
+    fix = fix_origins(op) or fix_expression("Sum in FP32", op)
+    if "\n" not in fix:
+        fix = f"jax.lax.pmean(jax.tree.map(lambda g: g.astype(jnp.float32), grads), {name})"
+    if op.name == "reduce_scatter" and op.is_backward:
+        fix = _FIX_GATHER_VJP.format(name=name, dtype=dtype)
+    elif op.is_backward:
+        fix = "Let JAX sum the gradient of the FP32 parameters, before the loss casts them:\n"
+        fix += f"    params = jax.lax.pcast(params, {name}, to='varying')"
+    severity = _checks.ERROR if audit.context.requires_fp32_reductions else _checks.WARNING
+    op.add(ALL_REDUCE_16BIT, message, fix, severity=severity)
 
 
 class Constraint(NamedTuple):

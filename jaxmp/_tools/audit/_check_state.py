@@ -126,12 +126,7 @@ def label_arguments(audit: _auditor.Auditor) -> None:
 @OPTIMIZER_STATE_16BIT.on(_checks.PROGRAM)
 def check_optimizer_state(audit: _auditor.Auditor) -> Iterator[Finding]:
     """Reports 16-bit leaves of optimizer states, and moments that are written by hand."""
-    step, traced = step_of(audit), audit.traced
-    # `moment_dtype` stores moments in 16 bits by choice.
-    is_chosen = lambda node: isinstance(node, _moments.MomentState)
-    nodes = jtu.tree_leaves(traced.arguments, is_leaf=is_chosen)
-    flags = [is_chosen(node) for node in nodes for _ in jtu.tree_leaves(node)]
-    kept = {n for n, position in enumerate(traced.positions) if flags[position]}
+    step, kept = step_of(audit), _moments_by_choice(audit.traced)
     is_injected = lambda number: step.leaves[number].field == "hyperparams"
     is_average = lambda number: step.leaves[number].role == _roles.AVERAGE
     numbers = (n for n in step.avals if step.in_optimizer[n] and n not in kept)
@@ -144,11 +139,7 @@ def check_optimizer_state(audit: _auditor.Auditor) -> Iterator[Finding]:
     for key, group in states.items():
         yield _optimizer_state_finding(*key, group, step)
     if not states and not kept:
-        # The moments of an optimizer that is written by hand.
-        moments = list(filter(step.is_gradient_sum, step.updates_16bit()))
-        moments = [u for u in moments if u.factor in (_dataflow.LARGE, _dataflow.UNKNOWN)]
-        text = "average gradients: small updates are rounded away"
-        yield from step.findings(OPTIMIZER_STATE_16BIT, moments, text)
+        yield from _check_moments(step)
 
 
 @UNUSED_LOSS_SCALE.on(_checks.PROGRAM)
@@ -193,6 +184,14 @@ def _optimizer_state_finding(
     texts = _fill(message, dtype), _fill(fix, dtype)
     severity = _checks.WARNING if is_first else _checks.ERROR
     return OPTIMIZER_STATE_16BIT.finding(*texts, op, severity=severity, count=len(numbers))
+
+
+def _moments_by_choice(traced: _trace.Traced) -> set[int]:
+    """Returns the numbers of the arguments that `moment_dtype` stores in 16 bits."""
+    is_chosen = lambda node: isinstance(node, _moments.MomentState)
+    nodes = jtu.tree_leaves(traced.arguments, is_leaf=is_chosen)
+    flags = [is_chosen(node) for node in nodes for _ in jtu.tree_leaves(node)]
+    return {n for n, position in enumerate(traced.positions) if flags[position]}
 
 
 # ---------------------------------------------------------------------------
@@ -422,6 +421,14 @@ def check_accumulators(audit: _auditor.Auditor) -> Iterator[Finding]:
     averages = list(filter(step.is_average, own))
     text = "average parameters: changes below {least} of a value are rounded away"
     yield from step.findings(_check_ops.ACCUMULATOR_16BIT, averages, text, _FIX_AVERAGE)
+
+
+def _check_moments(step: TrainingStep) -> Iterator[Finding]:
+    """Reports the moments of an optimizer that is written by hand."""
+    moments = list(filter(step.is_gradient_sum, step.updates_16bit()))
+    moments = [u for u in moments if u.factor in (_dataflow.LARGE, _dataflow.UNKNOWN)]
+    text = "average gradients: small updates are rounded away"
+    yield from step.findings(OPTIMIZER_STATE_16BIT, moments, text)
 
 
 @MISSING_LOSS_SCALE.on(_checks.PROGRAM)
