@@ -164,7 +164,8 @@ def batch_of(equation: Any) -> tuple[int, ...]:
 def axes_of(equation: Any) -> tuple[int, ...]:
     """Returns the dimensions that a reduction, cumulation, sort or top-k combines; else ()."""
     params = equation.params
-    return as_tuple(params.get("axes", params.get("axis", params.get("dimension"))))
+    dimension = params.get("dimension", params.get("dimensions"))
+    return as_tuple(params.get("axes", params.get("axis", dimension)))
 
 
 def mesh_axes_of(equation: Any) -> tuple[Any, ...]:

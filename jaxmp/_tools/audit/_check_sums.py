@@ -26,7 +26,9 @@ from jaxmp._tools.fixes import _rewrite
 from jaxmp._tools.report import _section
 
 # Reductions that XLA divides into chunks; the others add one term after another.
-_IN_CHUNKS = _core.named("reduce_sum cumsum reduce_prod cumprod cumlogsumexp")
+_IN_CHUNKS = _core.named("reduce_sum cumsum reduce_prod cumprod cumlogsumexp reduce")
+_BY_FUNCTION = _core.named("reduce reduce_window")
+_WINDOWS = _core.named("reduce_window_sum reduce_window")
 
 # Sums of fewer terms lose less than three bits.
 _FEW_TERMS = 8
@@ -49,9 +51,7 @@ _FIX_TERMS += textwrap.indent(_check_ops.ACCUMULATOR_16BIT.fix, "    ")
 @_check_ops.REDUCTION_16BIT.on(_checks.HALF)
 def check_sum(op: OpOccurrence, dtype: np.dtype) -> None:
     """Reports a reduction of many terms."""
-    if op.name not in _check_ops.REDUCTIONS:
-        return
-    terms = _terms(op)
+    terms = _terms(op) if op.name in _check_ops.REDUCTIONS or op.name in _BY_FUNCTION else 0
     if terms < _FEW_TERMS or _check_ops.counts_largest(op):
         return
     in_chunks = op.name in _IN_CHUNKS
@@ -60,7 +60,7 @@ def check_sum(op: OpOccurrence, dtype: np.dtype) -> None:
     verb += " up to" * (op.name.startswith("scatter") and not op.is_backward)
     text = error_text(terms, dtype, in_chunks=in_chunks)
     message = f"{op.name} {verb} {terms:,} terms in {dtype.name} {text}."
-    if not op.is_backward and op.name != "reduce_window_sum":
+    if not op.is_backward and op.name not in _WINDOWS:
         fix = _origins.fix_operation(op, dtype.name)
         op.add(_check_ops.REDUCTION_16BIT, message, fix)
     elif rounding_error(terms, dtype, in_chunks=in_chunks) >= _NOTABLE:
@@ -70,6 +70,15 @@ def check_sum(op: OpOccurrence, dtype: np.dtype) -> None:
             code = f"grad = jaxmp.autocast(jax.grad(loss_fn), {op.audit.context.text})"
             fix = f"Accumulate the gradient in FP32:\n    {code}"
         op.add(_check_ops.REDUCTION_16BIT, message, fix, severity=_checks.WARNING)
+
+
+@_check_ops.REDUCTION_16BIT.on_operation(*_BY_FUNCTION)
+def check_function(op: OpOccurrence) -> None:
+    """Reports a reduction by a function that adds or multiplies, which the op table calls opaque."""
+    dtype = _checks.half_of(op.operands)
+    names = {inner.primitive.name for inner in _programs.equations_inside(op.equation)}
+    if dtype is not None and not names.isdisjoint(("add", "mul")):
+        check_sum(op, dtype)
 
 
 @_check_ops.REDUCTION_16BIT.on_operation(*_programs.LOOPS, passes=_checks.ALL_PASSES)
@@ -115,7 +124,7 @@ def check_terms(op: OpOccurrence) -> None:
 def _terms(op: OpOccurrence) -> int:
     """Returns the largest number of elements that a reduction combines into one."""
     equation, operand = op.equation, op.operands[0].aval
-    if op.name == "reduce_window_sum":
+    if op.name in _WINDOWS:
         return _programs.window_of(equation)
     if not op.name.startswith("scatter"):
         return math.prod(operand.shape[axis] for axis in _programs.axes_of(equation))
