@@ -4,9 +4,8 @@ import os
 import socket
 import subprocess
 import sys
-from pathlib import Path
 
-ROOT = Path(__file__).parents[1]
+from sources import ROOT
 
 
 def free_port():

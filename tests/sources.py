@@ -1,11 +1,23 @@
-"""Functions to load, read and change source code: planted programs, and the code of fixes."""
+"""Functions to read files of the repository, and to load and change source code."""
 
 import ast
 import importlib.util
 import itertools
+import json
 from pathlib import Path
 
+ROOT = Path(__file__).parents[1]
 _NUMBERS = itertools.count()
+
+
+def text_of(*names):
+    """Returns the joined texts of files of the repository."""
+    return "".join((ROOT / name).read_text("utf-8") for name in names)
+
+
+def results_of(name):
+    """Returns the contents of `benchmarks/results/NAME.json`."""
+    return json.loads(text_of(f"benchmarks/results/{name}.json"))
 
 
 def load_module(source, folder):

@@ -3,9 +3,7 @@
 import dataclasses
 import functools
 import itertools
-import json
 from collections import Counter
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -28,10 +26,10 @@ from attention_grid import (
     lower_layer,
 )
 from grids import EXPENSIVE, pairwise
-from jaxmp import dot_product_attention
 from jaxmp._attention._arguments import arguments
 from jaxmp._attention._cudnn import cudnn_attention
 from jaxmp._attention._plain import xla_attention
+from sources import results_of
 from test_attention import (
     EXTRAS,
     IMPLEMENTATIONS,
@@ -44,7 +42,6 @@ from test_attention import (
     standard,
 )
 
-RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
 PAIR = {"fmhaSoftmax": 1, "fmhaSoftmaxBackward": 1}
 
 
@@ -206,7 +203,7 @@ def test_a_case_that_lowers_to_another_kernel_fails(monkeypatch):
 
 @pytest.mark.parametrize("version", ["0.10.2", "0.12.0.1"])
 def test_the_committed_grid_has_no_failure(version):
-    report = json.loads((RESULTS / f"attention_grid_jax_{version}_h200.json").read_text("utf-8"))
+    report = results_of(f"attention_grid_jax_{version}_h200")
     assert report["failures"] == [] and list(report["cases"]) == list(map(str, cases()))
     assert not [row for row in report["cases"].values() if row.startswith("FAILED")]
     assert list(report["programs"]) == list(PROGRAMS) and len(report["layers"]) == len(
@@ -233,7 +230,7 @@ def test_reasons_and_notes_of_odd_lengths():
 
 def gradients(query, key, value):
     # JAX 0.10.2 cannot map the kernel over a gradient of its result that is a constant.
-    loss = lambda *args: (dot_product_attention(*args).astype(jnp.float32) ** 2).sum()
+    loss = lambda *args: (jaxmp.dot_product_attention(*args).astype(jnp.float32) ** 2).sum()
     return jax.grad(loss, (0, 1, 2))(query, key, value)
 
 
@@ -256,7 +253,7 @@ def test_odd_lengths_under_vmap_scan_and_remat():
         return jax.vmap(gradients, (0, None, None))(query, key[0], key[0])
 
     def scanned(queries):
-        body = jax.checkpoint(lambda q, k: (q + dot_product_attention(q, k, k), None))
+        body = jax.checkpoint(lambda q, k: (q + jaxmp.dot_product_attention(q, k, k), None))
         return jax.lax.scan(body, queries[0], queries)[0].astype(jnp.float32).sum()
 
     with h200():

@@ -42,7 +42,7 @@ from jaxmp.errors import AuditError, AuditFailedError
 from jaxmp.typing import AuditReport
 from language_models import byte_gpt_step
 from relaxed import relaxed
-from sources import line_of
+from sources import line_of, text_of
 
 HERE = Path(__file__)
 BF16 = "p=f32,c=bf16,o=f32"
@@ -1474,13 +1474,12 @@ def test_a_baseline_of_another_target_is_refused():
 # JSON
 # ---------------------------------------------------------------------------
 
-PAGE = Path(__file__).parents[1] / "docs" / "findings.md"
 JSON_TYPES = {"string": str, "integer": int, "number": (int, float), "boolean": bool}
 
 
 def documented_types():
     """Returns type -> field -> type, from the tables of the documentation."""
-    text = PAGE.read_text("utf-8").split("## JSON\n")[1].split("\n## ")[0]
+    text = text_of("docs/findings.md").split("## JSON\n")[1].split("\n## ")[0]
     types = {}
     for heading, body in re.findall(r"\*\*(\w+)\*\*\n\n(.*?)\n\n", text + "\n\n", re.DOTALL):
         rows = re.findall(r"^\| `(\w+)` \| ([^|]+) \|", body, re.MULTILINE)

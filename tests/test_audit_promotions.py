@@ -22,7 +22,6 @@ from programs import with_own_gradient
 BF16 = jnp.bfloat16
 X = jax.ShapeDtypeStruct((8, 16, 64), BF16)
 W = jax.ShapeDtypeStruct((64, 64), BF16)
-WIDE = jax.ShapeDtypeStruct((64,), jnp.float32)
 
 
 # Flax's norms and the tested mistakes promote implicitly.

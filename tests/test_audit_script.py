@@ -1,11 +1,9 @@
 """`jaxmp audit --script`: scripts in several styles are audited without edits."""
 
-import json
 import re
 import sys
 import textwrap
 import threading
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -23,12 +21,11 @@ from jaxmp._tools.audit._report import AuditReport
 from jaxmp._tools.cli import _script
 from jaxmp._tools.plan import _programs
 from jaxmp.errors import AuditError, RecipeWarning
-
-ROOT = Path(__file__).parents[1]
+from sources import results_of, text_of
 
 # Common part of most scripts: two weights, and 5 matmuls of 2 * 8 * 16 * 16 FLOPs with the backward
 # pass.
-MEASURED = "script_audits_jax_0.10.2_cpu.json"
+MEASURED = "script_audits_jax_0.10.2_cpu"
 MODEL = """
 import jax, jax.numpy as jnp, numpy as np, optax
 def loss_fn(params, x):
@@ -373,11 +370,11 @@ def test_the_benchmark_runs_a_script_with_stand_ins(folder):
 
 
 def test_the_page_shows_a_script_as_measured():
-    measured = json.loads((ROOT / "benchmarks/results" / MEASURED).read_text())["scripts"]
+    measured = results_of(MEASURED)["scripts"]
     assert set(measured) == set(script_audits.SCRIPTS)
-    page = "".join((ROOT / f"docs/{name}.md").read_text() for name in ("audit", "measurements"))
+    page = text_of("docs/audit.md", "docs/measurements.md")
     lm1b = measured["lm1b"]
-    assert MEASURED in page and f"Function {lm1b['function']}" in page
+    assert f"{MEASURED}.json" in page and f"Function {lm1b['function']}" in page
     assert f"audit: {len(lm1b['errors'])} errors" in page
     share, flops = f"{lm1b['low_precision_share']:.1%}", f"{lm1b['flops'] / 1e9:.0f} GFLOP"
     assert f"{share} of the matmul FLOPs ({flops})" in page

@@ -6,14 +6,12 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from jax import lax
 
 import jaxmp
 from arrays import shape
 from gpu_compiler import needs_compiler
 from grids import EXPENSIVE, fast_cases
-from jaxmp import audit
-from jaxmp._core._targets import default_target
+from jaxmp import audit, default_target
 from jaxmp._tools.audit._compile import compile_for
 from jaxmp._tools.audit._hlo import Program
 from jaxmp._tools.audit._hlo_kernels import accessed, kernels
@@ -104,7 +102,7 @@ def test_kernels_in_a_loop_over_layers_count_once_for_each_layer():
         heads = (part.reshape(BATCH, LENGTH, HEADS, -1) for part in split(x, w))
         return x + jaxmp.dot_product_attention(*heads).reshape(x.shape), None
 
-    fn = jax.grad(lambda w, x: lax.scan(layer, x, w)[0].astype(F32).sum())
+    fn = jax.grad(lambda w, x: jax.lax.scan(layer, x, w)[0].astype(F32).sum())
     note = notes(fn, shape(4, WIDTH, 3 * WIDTH), ATTENTION[1])["split_attention"]
     assert note.count == 2 and bytes_in(note.message) == pytest.approx(16 * ARRAYS, rel=0.01)
 
@@ -160,7 +158,7 @@ def unrolled(block):
 
 def scanned(w, x):
     step = lambda x, w: (jax.checkpoint(block)(x, w), None)
-    return jax.grad(lambda w: lax.scan(step, x, w)[0].astype(F32).sum())(w)
+    return jax.grad(lambda w: jax.lax.scan(step, x, w)[0].astype(F32).sum())(w)
 
 
 LAYERS = shape(2, 256, 512)

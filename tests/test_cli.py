@@ -18,8 +18,7 @@ from grids import fast_cases
 from jaxmp._policies._recipe import list_recipes, load_recipe
 from jaxmp._tools.cli._app import app
 from processes import run_script
-
-ROOT = Path(__file__).parent.parent
+from sources import ROOT, text_of
 
 MODEL = """
 def make(): ...
@@ -247,7 +246,7 @@ def test_a_deleted_directory_is_one_sentence(tmp_path):
 
 
 def test_the_command_and_the_module_are_one():
-    scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
+    scripts = tomllib.loads(text_of("pyproject.toml"))["project"]["scripts"]
     assert scripts == {"jaxmp": "jaxmp.__main__:main"}
     done = run_script("-X", "importtime", "-m", "jaxmp", "--help")
     assert done.returncode == 0 and "show" in done.stdout

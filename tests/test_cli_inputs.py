@@ -18,8 +18,8 @@ import jaxmp
 from grids import EXPENSIVE
 from jaxmp._tools.cli import _arguments, _outputs
 from jaxmp.checkpoint import Checkpointer
+from sources import ROOT
 
-ROOT = Path(__file__).parents[1]
 LONG = "x" * 300
 MAKE = """
 import jax, jax.numpy as jnp

@@ -2,9 +2,7 @@
 
 import functools
 import itertools
-import json
 import re
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -20,10 +18,8 @@ from compatibility import AUTHOR, is_16_bit
 from compatibility_models import INSTALLED, tokens
 from grids import EXPENSIVE, REST, fast_cases
 from jaxmp._policies._resolve import resolve_policy
+from sources import results_of, text_of
 from training_steps import nnx_step
-
-ROOT = Path(__file__).parents[1]
-MEASURED = ROOT / "benchmarks/results/compatibility_jax_0.10.2_cpu.json"
 
 # Tolerances of the outputs, with a margin for other machines. One rounding is at most 2**-9 and
 # 2**-12.
@@ -193,8 +189,8 @@ def test_an_nnx_model_trains():
 
 @EXPENSIVE
 def test_the_page_shows_what_was_measured_and_its_example_runs():
-    page = (ROOT / "docs/compatibility.md").read_text("utf-8")
-    for table in compatibility.tables(json.loads(MEASURED.read_text())):
+    page = text_of("docs/compatibility.md")
+    for table in compatibility.tables(results_of("compatibility_jax_0.10.2_cpu")):
         assert table in page
     (example,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     exec(compile(example, "docs/compatibility.md", "exec"), {})

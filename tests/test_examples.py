@@ -40,10 +40,10 @@ from arrays import changed
 from grids import EXPENSIVE, REST, fast_cases
 from jaxmp._tools import cli
 from processes import run_script
+from sources import ROOT, text_of
 from training_steps import new_state
 from vision_digits import Digits, handwritten_digits, shuffled_batches
 
-ROOT = Path(__file__).parents[1]
 TINY = dict(steps=6, seq_len=16, batch_size=4, layers=1, width=32, eval_every=3, eval_batches=2)
 
 
@@ -559,7 +559,7 @@ def test_gpu_smoke_rehearses(tmp_path):
 
 
 def python_blocks(document: str) -> list[str]:
-    text = (ROOT / document).read_text(encoding="utf-8")
+    text = text_of(document)
     return re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
 
 
@@ -594,7 +594,7 @@ def test_first_programs_train_as_without_their_five_lines(document):
 
 @EXPENSIVE
 def test_the_audit_in_readme_is_that_of_the_command(capfd, monkeypatch):
-    readme = (ROOT / "README.md").read_text("utf-8")
+    readme = text_of("README.md")
     shown = readme.partition("$ jaxmp audit --script ")[2].partition("\n```")[0].splitlines()
     script, lines = shown[0], shown[1:]
     monkeypatch.setenv("COLUMNS", "100")
@@ -636,7 +636,7 @@ def test_every_block_of_a_page_runs_or_is_marked():
 
 @pytest.mark.parametrize("make", [accidental_fp32.make_step, accidental_fp32.make_repaired_step])
 def test_the_audits_in_the_comparison_are_those_of_the_example(make):
-    page = (ROOT / "docs" / "comparison.md").read_text("utf-8")
+    page = text_of("docs/comparison.md")
     report = jaxmp.audit(*make(), recipe="bf16")
     shown = page.partition(f"{make.__name__} --recipe bf16\n")[2].partition("```")[0]
     assert shown and str(report).startswith(shown.rstrip())
@@ -647,7 +647,7 @@ def test_the_audits_in_the_comparison_are_those_of_the_example(make):
     "document", ["README.md", *(f"docs/{page.name}" for page in (ROOT / "docs").glob("*.md"))]
 )
 def test_links_lead_to_files(document):
-    text = (ROOT / document).read_text(encoding="utf-8")
+    text = text_of(document)
     links = [link for link in re.findall(r"\]\(([^)#]+)\)", text) if "://" not in link]
     assert links or document not in ("README.md", "docs/get-started.md")
     assert [link for link in links if not ((ROOT / document).parent / link).is_file()] == []

@@ -1,8 +1,6 @@
 """Audits of code of other projects: the procedure, and the results in the documentation."""
 
-import json
 import subprocess
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -18,11 +16,9 @@ from findings import the_only
 from jaxmp import audit
 from reviewed_findings import REVIEWED, Reviewed
 from script_ports import imports
+from sources import ROOT, results_of, text_of
 
-ROOT = Path(__file__).parents[1]
-PAGE = ROOT / "docs/field-report.md"
-STEPS = ROOT / "benchmarks/results/field_report_h200.json"
-FAULTS = ROOT / "benchmarks/results/false_positives.json"
+PAGE = text_of("docs/field-report.md")
 
 HERE = "tests/test_field_report.py"
 
@@ -206,18 +202,18 @@ def test_noise_in_one_expression():
 
 
 def test_the_page_shows_the_results():
-    page, report = PAGE.read_text("utf-8"), json.loads(STEPS.read_text("utf-8"))
+    report = results_of("field_report_h200")
 
     assert len(report["steps"]) >= 6
-    assert field_report.overview(report) in page
-    assert field_report.details(report) in page
+    assert field_report.overview(report) in PAGE
+    assert field_report.details(report) in PAGE
     assert set(report["steps"]) == set(field_steps.STEPS)
 
 
 def test_no_fault_of_the_results_is_false():
-    steps, errors = (json.loads(path.read_text("utf-8")) for path in (STEPS, FAULTS))
+    steps, errors = results_of("field_report_h200"), results_of("false_positives")
 
     assert errors["false"] == 0 and false_positives.false_positives(errors["audits"]) == []
-    assert false_positives.markdown(errors["audits"]) in PAGE.read_text("utf-8")
+    assert false_positives.markdown(errors["audits"]) in PAGE
     for name, entry in steps["steps"].items():
         assert false_positives.compare(name, "step", entry["findings"])["false"] == []

@@ -1,14 +1,13 @@
 """The comparison of Flax's tests with and without a recipe, on a small artificial checkout."""
 
 import json
-from pathlib import Path
 
 import pytest
 
 import flax_suites
 from grids import EXPENSIVE
+from sources import ROOT, text_of
 
-ROOT = Path(__file__).parents[1]
 MEASURED = sorted((ROOT / "benchmarks/results").glob("flax_suites_*.json"))
 
 TESTS = {
@@ -143,6 +142,6 @@ def test_outcomes_are_kept_and_used_again(tmp_path):
 def test_the_page_shows_what_was_measured_and_explains_every_exception():
     reports = [json.loads(file.read_text()) for file in MEASURED]
     assert reports and not [name for report in reports for name in flax_suites.unexplained(report)]
-    page = (ROOT / "docs/compatibility.md").read_text("utf-8")
+    page = text_of("docs/compatibility.md")
     for table in flax_suites.markdown(reports):
         assert table in page

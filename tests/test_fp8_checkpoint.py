@@ -6,9 +6,8 @@ import numpy as np
 import pytest
 
 from grids import fast_cases
-from jaxmp import fp8
+from jaxmp import JaxmpError, fp8
 from jaxmp._programs._jaxprs import equations
-from jaxmp.errors import JaxmpError
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:.*without that of its states:jaxmp.errors.RecipeWarning"

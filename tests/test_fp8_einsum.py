@@ -5,8 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxmp import fp8
-from jaxmp.errors import JaxmpError
+from jaxmp import JaxmpError, fp8
 from jaxmp.fp8 import _explain
 
 EQUATIONS = [

@@ -12,7 +12,6 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from jax import lax
 
 import jaxmp
 import models_linen
@@ -261,7 +260,7 @@ def test_wrapped_models_stay_equal_and_can_be_copied():
     np.testing.assert_array_equal(pickle.loads(pickle.dumps(layer))(x), layer(x))
     plain = jaxmp.load_recipe("bf16").wrap(flax_nnx)
     assert in_fp8(products(plain, TOKENS)) == []
-    assert plain.block_0.mlp_up.dot_general is lax.dot_general
+    assert plain.block_0.mlp_up.dot_general is jax.lax.dot_general
 
 
 # ---------------------------------------------------------------------------

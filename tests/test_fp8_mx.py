@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from jax.sharding import SingleDeviceSharding
 
 import jaxmp
 from arrays import normal, signal_to_noise
@@ -17,7 +16,6 @@ from jaxmp import PolicyMap, audit, autocast, fp8
 from jaxmp._core import _compat
 from jaxmp._core._targets import get_target
 from jaxmp._tools.audit._compile import describe
-from jaxmp.errors import CompositionError
 from jaxmp.fp8 import _explain
 from jaxmp.fp8._dims import make_dims
 from jaxmp.fp8._mx import mx_quantized
@@ -204,7 +202,7 @@ def test_devices_without_such_products_are_refused(context, found):
     x = jnp.ones((32, 32))
     run = lambda recipe: jax.eval_shape(lambda: fp8.dot_general(recipe)(x, x, LINEAR))
     with _compat.context(**context):
-        with pytest.raises(CompositionError, match=rf"10\.0 .* compiled for {found}"):
+        with pytest.raises(jaxmp.errors.CompositionError, match=rf"10\.0 .* compiled for {found}"):
             run(UP)
         run(fp8.MXScaling(emulate=True))
     with _compat.context(target="gpu", capability=(10, 0)):
@@ -230,7 +228,7 @@ def test_three_real_products_of_blocks(x, w, dims, batched):
     matmul.
     """
     (device,) = _compat.described_gpus(describe(get_target("b200")), 1)
-    placed = SingleDeviceSharding(device)
+    placed = jax.sharding.SingleDeviceSharding(device)
     args = [jax.ShapeDtypeStruct(size, jnp.bfloat16, sharding=placed) for size in (x, w)]
 
     def loss(x, w):

@@ -1,22 +1,16 @@
 """Figures of docs/fp8.md against the recorded results."""
 
-import json
 import re
-from pathlib import Path
 
 from jaxmp import fp8
 from jaxmp.fp8._explain import explain_exclusion
+from sources import results_of, text_of
 
-ROOT = Path(__file__).parents[1]
-PAGE = "".join((ROOT / f"docs/{name}.md").read_text("utf-8") for name in ("fp8", "measurements"))
-
-
-def recorded(name):
-    return json.loads((ROOT / f"benchmarks/results/{name}.json").read_text("utf-8"))
+PAGE = text_of("docs/fp8.md", "docs/measurements.md")
 
 
 def test_memory_traffic():
-    rows = recorded("fp8_program_h200")["rows"]
+    rows = results_of("fp8_program_h200")["rows"]
     counted = {
         (f"{row['megabytes']:,.0f}", f"{row['kernels']}", f"{row['temporary']:.0f}") for row in rows
     }
@@ -26,7 +20,7 @@ def test_memory_traffic():
 
 
 def test_models_that_gain():
-    rows = recorded("fp8_gain_h200")["rows"]
+    rows = results_of("fp8_gain_h200")["rows"]
     assert len(rows) == 15 and all(row["is_right"] for row in rows)
     assert {row["is_admitted"] for row in rows} == {True, False}
     for row in rows:
@@ -43,7 +37,7 @@ def test_signal_to_noise():
     columns = ("output", "gradient of the input", "gradient of the kernel")
     ratios = {
         name: " | ".join(str(row[column]) for column in columns)
-        for name, row in recorded("fp8_accuracy_cpu")["decibels"].items()
+        for name, row in results_of("fp8_accuracy_cpu")["decibels"].items()
     }
     assert ratios["rowwise"] == ratios["mx"]
     for name in ("current", "current, gradients in E4M3"):
@@ -52,7 +46,7 @@ def test_signal_to_noise():
 
 
 def test_llama_step():
-    checks = recorded("program_h200")["checks"]
+    checks = results_of("program_h200")["checks"]
     ratios = {c["program"]: c["value"] for c in checks if c["quantity"] == "bytes / bf16"}
     sentence = PAGE[PAGE.index("The step of `examples/llama.py`") :].split("(*compiled*")[0]
     shown = re.findall(r"[\d.]{5}", sentence)

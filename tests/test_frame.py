@@ -22,8 +22,8 @@ import pytest
 import jaxmp
 from conftest import VERSION_SENSITIVE
 from processes import run_python, run_script
+from sources import ROOT, text_of
 
-ROOT = Path(__file__).parents[1]
 HEAVY = {"flax", "orbax", "matplotlib", "rich", "typer"}
 HEAVY |= {"jax._src.pallas", "jaxmp._tools", "jaxmp._tools.audit", "jaxmp.checkpoint"}
 # They are imported when they are first used.
@@ -319,7 +319,7 @@ print(jax.jit(jaxmp.autocast(lambda x: x @ x, "bf16"))(jnp.ones((2, 2))).dtype)
 
 
 def project() -> dict:
-    return tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    return tomllib.loads(text_of("pyproject.toml"))["project"]
 
 
 @pytest.fixture(scope="session")
@@ -361,7 +361,7 @@ print(json.dumps([jaxmp.__file__, texts]))
 
 
 def test_changelog_has_this_version():
-    assert re.search(rf"^## \[{re.escape(jaxmp.__version__)}\]", read("CHANGELOG.md"), re.MULTILINE)
+    assert f"\n## [{jaxmp.__version__}]" in text_of("CHANGELOG.md")
 
 
 # ---------------------------------------------------------------------------
@@ -372,10 +372,6 @@ def test_changelog_has_this_version():
 MACHINE_PATH = re.compile(r"(?<![\w./~])/(?:work|root|home|tmp|opt|Users|mnt)/\w")
 TEXT = {".md", ".py", ".toml", ".json", ".txt", ".cfg", ".yml", ""}
 FOLDERS = (".ci", "benchmarks", "docs", "examples", "jaxmp", "policies", "tests")
-
-
-def read(name: str) -> str:
-    return (ROOT / name).read_text(encoding="utf-8")
 
 
 def repository_texts() -> list[Path]:
@@ -439,7 +435,7 @@ def make(*arguments: str) -> str:
 
 
 def test_every_make_command_in_the_documents_is_a_target():
-    texts = [read(name) for name in ("README.md", "CONTRIBUTING.md", "docs/get-started.md")]
+    texts = [text_of(name) for name in ("README.md", "CONTRIBUTING.md", "docs/get-started.md")]
     named = {
         target for text in texts for target in re.findall(r"^make ([\w-]+)", text, re.MULTILINE)
     }

@@ -9,11 +9,9 @@ import pytest
 
 from arrays import f64
 from grids import fast_cases
-from jaxmp import functional
-from jaxmp.errors import JaxmpError
+from jaxmp import JaxmpError, functional
 
 DTYPES = [jnp.float32, jnp.bfloat16, jnp.float16]
-HALVES = DTYPES[1:]
 
 
 # ---------------------------------------------------------------------------

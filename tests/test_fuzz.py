@@ -11,12 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from jaxmp import PolicyMap, Rule, get_policy, list_recipes, load_recipe
 from jaxmp._core._dtypes import DTYPE_NAMES
 from jaxmp._policies import _toml
-from jaxmp._policies._load import PolicyMap
-from jaxmp._policies._policy import FIELD_KEYS, MATMUL_PRECISIONS, get_policy
-from jaxmp._policies._recipe import list_recipes, load_recipe
-from jaxmp._policies._rules import Rule
+from jaxmp._policies._policy import FIELD_KEYS, MATMUL_PRECISIONS
 from jaxmp._policies._schema import MASTERS, PRESETS, RULE, TABLES, TOP
 from jaxmp._policies._toml import shipped
 from jaxmp.errors import JaxmpError, PolicyError, RecipeError, RuleError

@@ -1,9 +1,7 @@
 """GPT-2 of examples/gpt.py: sizes, results in both frameworks, and the compiled step."""
 
 import functools
-import json
 import re
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -18,9 +16,9 @@ import language_models
 from gpt_programs import accessed, count, kernels
 from gpu_compiler import needs_compiler
 from grids import EXPENSIVE, REST, fast_cases
-from jaxmp import functional
 from jaxmp._tools.audit._hlo import Program
 from language_models import FRAMEWORKS
+from sources import results_of, text_of
 
 # The table of tokens has 6 rows of padding.
 TOY = gpt.GPT(layers=2, width=32, heads=2, vocabulary=250, max_length=16)
@@ -297,7 +295,7 @@ def test_bytes_of_the_perceptron(recipe, monkeypatch):
     # Its layers are wide enough to run in FP8 on a GPU.
     model = gpt.GPT(layers=2, width=768, heads=4, vocabulary=1000, max_length=512)
     own = count(recipe, "linen", model, 4)
-    monkeypatch.setattr(functional, "gelu", jax.nn.gelu)
+    monkeypatch.setattr(jaxmp.functional, "gelu", jax.nn.gelu)
     plain = count(recipe, "linen", model, 4)
     # The sums of a gradient of a bias may take another small kernel in each layer.
     assert own.matmuls == plain.matmuls and own.kernels <= plain.kernels + model.layers
@@ -360,15 +358,14 @@ ENTRY %main (a: f32[4,8], i: s32[], b: f32[8], c: f32[1,8]) -> (f32[8], f32[4,8]
 
 
 def test_the_table_in_the_documents_is_what_was_counted():
-    root = Path(__file__).parents[1]
-    read = lambda name: json.loads((root / f"benchmarks/results/{name}_h200.json").read_text())
+    read = lambda name: results_of(f"{name}_h200")
     recomputing = {
         row["recipe"]: row
         for row in read("gpt_programs_remat")["rows"]
         if row["framework"] == "linen"
     }
     rows = read("gpt_programs")["rows"]
-    page = (root / "docs/measurements.md").read_text()
+    page = text_of("docs/measurements.md")
     for linen, in_nnx in zip(rows[::2], rows[1::2], strict=True):
         # XLA computes a scalar of the loss scale in a kernel of its own, or in another one.
         for name, most in (("temporary", 5_000_000), ("kernels", 1), ("accessed", 8)):

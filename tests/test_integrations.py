@@ -1,11 +1,10 @@
 """Patches with which training frameworks train through jaxmp."""
 
 import re
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
+from sources import ROOT, text_of
 
 
 @pytest.mark.parametrize(
@@ -13,5 +12,5 @@ ROOT = Path(__file__).parents[1]
 )
 def test_the_page_shows_the_patch(patch):
     text = patch.read_text()
-    assert text in (ROOT / "docs/integrations.md").read_text()
+    assert text in text_of("docs/integrations.md")
     assert 0 < len(re.findall(r"^[+-](?![+-])", text, re.MULTILINE)) <= 30

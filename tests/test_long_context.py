@@ -3,7 +3,6 @@
 import functools
 import json
 import re
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -21,8 +20,8 @@ from jaxmp._core import _compat
 from jaxmp._core._targets import get_target
 from long_context import GIB, LongGPT, OutOfMemoryError, Point
 from processes import run_script
+from sources import ROOT, results_of
 
-ROOT = Path(__file__).parents[1]
 TINY = dict(recipe="fp32", first=512, steps=1, seconds=60.0, layers=1, width=16, heads=2)
 
 
@@ -191,8 +190,7 @@ def test_without_a_gpu_it_says_so():
 
 
 def test_the_h200_holds_nothing_of_all_pairs():
-    path = ROOT / "benchmarks" / "results" / "attention_memory_h200_compiled.json"
-    rows = json.loads(path.read_text())["rows"]
+    rows = results_of("attention_memory_h200_compiled")["rows"]
     fixed = [row for row in rows if row["layout"] == "fixed" and row["implementation"] == "auto"]
     assert [row["length"] for row in fixed] == list(attention_memory.LENGTHS)
     assert {row["ran"] for row in fixed} == {"cudnn"}

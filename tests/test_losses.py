@@ -3,7 +3,6 @@
 import functools
 import json
 import re
-from pathlib import Path
 
 import hypothesis
 import hypothesis.strategies as st
@@ -20,15 +19,14 @@ import loss_memory
 from arrays import f64, floats, half_ulp
 from gpu_compiler import needs_compiler
 from grids import EXPENSIVE, fast_cases
-from jaxmp import losses
+from jaxmp import JaxmpError, losses
 from jaxmp._core import _compat
 from jaxmp._core._targets import get_target
 from jaxmp._tools.audit._hlo import Program
-from jaxmp.errors import JaxmpError
 from processes import run_python
 from programs import products, relative_error, trace
+from sources import results_of, text_of
 
-ROOT = Path(__file__).parent.parent
 DTYPES = [jnp.float32, jnp.bfloat16, jnp.float16]
 HALVES = DTYPES[1:]
 F32_EPS = 2.0**-24  # half a unit in the last place, relative
@@ -526,7 +524,7 @@ def test_stored_logits_have_the_errors_that_the_document_states(name):
         assert errors["bfloat16"][key] <= 1.05 * errors["stored bfloat16"][key]
     assert all(row["loss"] < 2.0**-11 for row in errors.values())
     assert errors["float16"]["loss"] < 2.0**-16
-    committed = json.loads((ROOT / "benchmarks/results/loss_errors_cpu.json").read_text())["rows"]
+    committed = results_of("loss_errors_cpu")["rows"]
     for form, row in committed[name].items():
         for key in ("hidden", "kernel"):
             assert errors[form][key] == pytest.approx(row[key], rel=0.05)
@@ -732,9 +730,8 @@ def test_no_fp32_logits_on_an_h200():
 
 @pytest.mark.parametrize("target", ["cpu", "h200"])
 def test_the_committed_figures_hold_what_the_document_says(target):
-    report = json.loads((ROOT / f"benchmarks/results/loss_memory_{target}.json").read_text())
-    pages = (ROOT / f"docs/{name}.md" for name in ("attention", "measurements"))
-    text = "".join(page.read_text(encoding="utf-8") for page in pages)
+    report = results_of(f"loss_memory_{target}")
+    text = text_of("docs/attention.md", "docs/measurements.md")
     for name, workload in report["workloads"].items():
         for row in workload["rows"]:
             if row["way"] == "linear_cross_entropy" and row["chunk"] is None:
@@ -744,8 +741,8 @@ def test_the_committed_figures_hold_what_the_document_says(target):
 
 
 def test_the_document_states_the_committed_errors():
-    report = json.loads((ROOT / "benchmarks/results/loss_errors_cpu.json").read_text())
-    text = (ROOT / "docs/measurements.md").read_text(encoding="utf-8")
+    report = results_of("loss_errors_cpu")
+    text = text_of("docs/measurements.md")
     for name, forms in report["rows"].items():
         for form in ("float32", "float16", "bfloat16"):
             row = " | ".join(f"{forms[form][key]:.1e}" for key in ("loss", "hidden", "kernel"))

@@ -3,7 +3,6 @@
 import functools
 import json
 import os
-from pathlib import Path
 
 import flax.linen as nn
 import jax
@@ -22,10 +21,10 @@ from jaxmp._programs import _constructs
 from jaxmp._tools.memory import ERRORS, STATE
 from jaxmp.errors import AuditError, MissingDependencyError, TargetError
 from jaxmp.typing import MemoryEstimate
+from sources import results_of
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 
-RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
 MODEL = gpt.GPT(layers=2, width=128, heads=2, vocabulary=512, max_length=128)
 
 
@@ -466,7 +465,7 @@ def test_programs_of_tpus_are_compiled_on_request():
 
 
 def test_ranges_come_from_the_recorded_programs():
-    rows = json.loads((RESULTS / "memory_estimates_h200.json").read_text("utf-8"))["rows"]
+    rows = results_of("memory_estimates_h200")["rows"]
     for row in rows:
         # The state has one counter more than when most rows were compiled.
         assert row["state"] == pytest.approx(row["xla_kinds"], abs=4, rel=0)

@@ -3,7 +3,6 @@
 import contextlib
 import functools
 import re
-from pathlib import Path
 
 import flax.training.dynamic_scale
 import flax.training.train_state
@@ -19,10 +18,9 @@ from flax import nnx
 import jaxmp
 from grids import EXPENSIVE, fast_cases
 from programs import relative_error
+from sources import text_of
 
-DOCS = Path(__file__).parents[1] / "docs"
-GUIDE = (DOCS / "migration.md").read_text("utf-8")
-TABLES = (DOCS / "names.md").read_text("utf-8")
+GUIDE, TABLES = text_of("docs/migration.md"), text_of("docs/names.md")
 BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```", GUIDE, re.MULTILINE | re.DOTALL)
 SETUP, *PATTERNS, INFERENCE = [text for language, text in BLOCKS if language == "python"]
 DIFFS = [text for language, text in BLOCKS if language == "diff"]

@@ -18,10 +18,8 @@ from flax import nnx
 
 import jaxmp
 from grids import EXPENSIVE, fast_cases
+from jaxmp import Policy, PolicyMap, Rule
 from jaxmp._flax._nnx_model import apply_policy, find_modules, paths_of
-from jaxmp._policies._load import PolicyMap
-from jaxmp._policies._policy import Policy
-from jaxmp._policies._rules import Rule
 from jaxmp.errors import CompositionError, RuleError
 from programs import dtypes, module_path, named, products, relative_error, trace
 from training_steps import nnx_step

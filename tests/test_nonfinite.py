@@ -29,7 +29,7 @@ from jaxmp._tools.audit._trace import trace
 from jaxmp._tools.nonfinite import NonfiniteReport, _record, _walk
 from planted_nonfinite import HEAD, PLANTS
 from processes import run_script
-from sources import code_of, load_module, replace_expression
+from sources import code_of, load_module, replace_expression, text_of
 from training_steps import new_state, state_step
 
 BY_NAME = {plant.name: plant for plant in PLANTS}
@@ -660,13 +660,12 @@ def test_locating_leaves_the_lines_of_other_programs():
 # ---------------------------------------------------------------------------
 
 
-PAGE = Path(__file__).parents[1] / "docs" / "debugging.md"
+PAGE = text_of("docs/debugging.md")
 
 
 def blocks(language):
     """Returns the blocks of the page in a language; "" for outputs."""
-    text = PAGE.read_text("utf-8")
-    found = re.findall(r"^```(\w*)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    found = re.findall(r"^```(\w*)\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
     return [block for name, block in found if name == language]
 
 
@@ -839,9 +838,8 @@ def test_the_programs_of_the_page_print_its_outputs(page, capsys, tmp_path):
 def test_the_page_names_every_cause():
     causes = {plant.cause for plant in PLANTS}
     causes |= {"bad_constant", "diverged", "outside_domain", "singular_matrix"}
-    text = PAGE.read_text("utf-8")
-    assert [cause for cause in causes if f"`{cause}`" not in text] == []
-    table = text.partition("### Causes")[2].partition("\n## ")[0]
+    assert [cause for cause in causes if f"`{cause}`" not in PAGE] == []
+    table = PAGE.partition("### Causes")[2].partition("\n## ")[0]
     named = re.findall(r"^\| (`.*?) \|", table, re.MULTILINE)
     documented = {name for row in named for name in re.findall(r"`(\w+)`", row)}
     assert documented - {"cause"} == causes

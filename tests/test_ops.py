@@ -7,7 +7,6 @@ import inspect
 import pickle
 import re
 import tomllib
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +24,7 @@ from jaxmp._policies._recipe import list_recipes, load_recipe
 from jaxmp.errors import JaxmpError, OpError, RecipeError
 from processes import run_python
 from programs import trace
-from sources import code_of
+from sources import code_of, text_of
 
 BF16, F16, F32 = (np.dtype(name) for name in ("bfloat16", "float16", "float32"))
 
@@ -546,7 +545,7 @@ def test_show_prints_the_whole_table(show, write, columns):
 
 
 def test_the_documents_describe_every_category():
-    readme = (Path(__file__).parents[1] / "policies" / "README.md").read_text("utf-8")
+    readme = text_of("policies/README.md")
     section = readme.partition("### `[ops]`")[2].partition("\n## ")[0]
     rows = re.findall(r'^\| `"(\w+)"` \| .* \| (.*) \|$', section, re.MULTILINE)
     assert [category for category, _ in rows] == list(CATEGORIES)

@@ -1,6 +1,5 @@
 """`jaxmp.parity`: metrics, named causes, equal programs, and errors."""
 
-import json
 import math
 from pathlib import Path
 
@@ -9,7 +8,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax import export
 
 import jaxmp
 import parity_plants
@@ -19,9 +17,9 @@ from jaxmp._tools.validate import _parity, _walk
 from jaxmp._tools.validate._parity import ParityReport
 from jaxmp._tools.validate._walk import ResultRecord, walk
 from jaxmp.errors import ValidationError, ValidationFailedError
+from sources import results_of
 
-RESULTS = Path(__file__).parent.parent / "benchmarks" / "results"
-PLANTS = json.loads((RESULTS / "parity_plants_cpu.json").read_text("utf-8"))
+PLANTS = results_of("parity_plants_cpu")
 BF16, FP32 = jnp.bfloat16, jnp.float32
 
 
@@ -88,11 +86,11 @@ def test_outside_of_modules_the_cause_is_a_line():
 
 
 def test_an_exported_program_on_either_side():
-    exported = export.export(jax.jit(lambda w, x: jax.jit(in_bf16)(w, x)))(W, X)
+    exported = jax.export.export(jax.jit(lambda w, x: jax.jit(in_bf16)(w, x)))(W, X)
     for programs in ((head, exported), (exported, head)):
         cause = jaxmp.parity(*programs, [(W, X)]).cause
         assert cause.module == "head" and cause.after < 0.5 * cause.before
-    same = export.export(jax.jit(head))(W, X)
+    same = jax.export.export(jax.jit(head))(W, X)
     assert jaxmp.parity(head, same, [(W, X)]).cause is None
 
 

@@ -4,7 +4,6 @@ import dataclasses
 import json
 import re
 import types
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -23,8 +22,7 @@ from jaxmp._tools.plan._programs import Candidate, relative
 from jaxmp._tools.plan._report import PlanChoice, PlanRow, recommend
 from jaxmp.errors import AuditError, JaxmpError, RecipeWarning, TargetError
 from jaxmp.typing import AuditReport, PlanReport
-
-RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
+from sources import results_of
 
 
 def make_step(recipe, batch_size=2):
@@ -601,12 +599,8 @@ def test_a_program_that_raises_is_a_row_with_the_reason(error, problem):
 # ---------------------------------------------------------------------------
 
 
-def recorded(name):
-    return json.loads((RESULTS / name).read_text("utf-8"))["rows"]
-
-
 def test_published_pairs_have_the_recorded_ratios():
-    rows = recorded("plan_pairs.json")
+    rows = results_of("plan_pairs")["rows"]
     wide = [row for row in rows if row["width"] >= 4096]
     assert len(wide) >= 4 and all(row["source"] for row in rows)
     assert all(abs(row["speed_over_bf16"] / row["published"] - 1) <= 0.15 for row in wide)
@@ -616,6 +610,6 @@ def test_published_pairs_have_the_recorded_ratios():
 
 
 def test_the_largest_batch_is_that_of_exhaustive_compilation():
-    rows = recorded("plan_batches.json")
+    rows = results_of("plan_batches")["rows"]
     assert len(rows) == 2 and all(row["search"] == row["exhaustive"] > 1 for row in rows)
     assert all(row["compiled"] == row["exhaustive"] + 3 for row in rows)

@@ -2,7 +2,6 @@
 
 import functools
 from collections import Counter
-from pathlib import Path
 
 import flax.linen as nn
 import jax
@@ -24,6 +23,7 @@ from jaxmp._programs._jaxprs import equations, trace
 from jaxmp._programs._locations import Lines
 from jaxmp._programs._operations import axes_of, dot_of, jit_of, name_of
 from jaxmp._tools.validate._probe import with_outputs
+from sources import text_of
 
 pytestmark = pytest.mark.usefixtures("standard_promotion", "rank_promotion")
 
@@ -332,7 +332,7 @@ def test_a_validation_names_an_unknown_operation():
 
 
 def test_the_documentation_names_every_construct():
-    text = (Path(__file__).parents[1] / "docs" / "how-it-works.md").read_text("utf-8")
+    text = text_of("docs/how-it-works.md")
     assert [name for name in CONSTRUCTS if f"`{name}`" not in text] == []
 
 

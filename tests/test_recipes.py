@@ -16,23 +16,20 @@ import numpy as np
 import optax
 import pytest
 
-from jaxmp._gradients._dynamic_loss_scale import DynamicLossScale
-from jaxmp._gradients._loss_scale import NoLossScale, StaticLossScale
-from jaxmp._policies._load import PolicyMap, as_policy_map
+from jaxmp import DynamicLossScale, NoLossScale, Policy, PolicyMap, Recipe, Rule, StaticLossScale
+from jaxmp._policies._load import as_policy_map
 from jaxmp._policies._op_table import CATEGORIES
-from jaxmp._policies._policy import Policy, get_policy, summarized
-from jaxmp._policies._recipe import Recipe, list_recipes, load_recipe
+from jaxmp._policies._policy import get_policy, summarized
+from jaxmp._policies._recipe import list_recipes, load_recipe
 from jaxmp._policies._replace import RecipeChanges
 from jaxmp._policies._resolve import resolve_policy
-from jaxmp._policies._rules import Rule
 from jaxmp._policies._schema import RULE, TABLES, TOP
 from jaxmp._programs._jaxprs import equations
 from jaxmp.errors import JaxmpError, PolicyError, RecipeError
 from jaxmp.fp8._scaling import KINDS
 from processes import run_python
-from sources import code_of
+from sources import ROOT, code_of, text_of
 
-ROOT = Path(__file__).parents[1]
 ALL = list_recipes()
 # Policies that the documentation promises. A new recipe does not need a row: its file is the only
 # place that specifies it.
@@ -136,7 +133,7 @@ def test_fp8_recipes_keep_heads_embeddings_and_routers_out(name):
 
 def test_each_shipped_file_is_commented():
     for name in ALL:
-        lines = (ROOT / "policies" / f"{name}.toml").read_text().splitlines()
+        lines = text_of(f"policies/{name}.toml").splitlines()
         assert lines[0].startswith("# ")
         assert sum(line.startswith("#") for line in lines) * 2 >= sum("=" in line for line in lines)
 
@@ -144,7 +141,7 @@ def test_each_shipped_file_is_commented():
 @pytest.mark.parametrize("page", ["policies/README.md", "docs/recipes.md"])
 def test_the_tables_of_recipes_are_complete(page):
     """A new recipe needs a row in the first table of both pages."""
-    text = (ROOT / page).read_text(encoding="utf-8")
+    text = text_of(page)
     table = re.search(r"^\| recipe \|.*?(?=\n\n)", text, re.MULTILINE | re.DOTALL)
     rows = re.findall(r"^\| `(\w+)` \|", table[0], re.MULTILINE)
     assert sorted(rows) == ALL, f"add a row for the recipe to {page}"
@@ -757,7 +754,7 @@ def test_optimizer_trains(name):
 # policies/README.md
 # ---------------------------------------------------------------------------
 
-README = (ROOT / "policies" / "README.md").read_text(encoding="utf-8")
+README = text_of("policies/README.md")
 
 
 def documented_keys(text, heading):

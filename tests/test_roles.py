@@ -12,7 +12,6 @@ from flax.training import dynamic_scale
 
 import jaxmp
 from grids import fast_cases
-from jaxmp import fp8
 from jaxmp.checkpoint._description import flatten_state
 from jaxmp.optim._roles import leaves_with_roles
 
@@ -93,7 +92,7 @@ def test_the_owners_determine_the_roles_of_linen_and_optax():
     for part, role in by_part.items():
         assert {own[path] for path in own if part in path} == {role}, part
     assert own["[3]"] == ""
-    assert set(roles(fp8.init_state()).values()) == {"fp8"}
+    assert set(roles(jaxmp.fp8.init_state()).values()) == {"fp8"}
 
 
 def test_the_owners_determine_the_roles_of_nnx():

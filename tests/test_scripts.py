@@ -6,7 +6,6 @@ Linen with batch statistics.
 
 import json
 import re
-from pathlib import Path
 
 import pytest
 
@@ -15,9 +14,8 @@ import script_ports
 from compatibility_scripts import PORTS
 from grids import EXPENSIVE
 from script_ports import Edit, Losses, Port
+from sources import results_of, text_of
 
-ROOT = Path(__file__).parent.parent
-MEASURED = ROOT / "benchmarks/results/scripts_jax_0.10.2_cpu.json"
 SEEDS = 2
 
 DATA = """
@@ -168,8 +166,8 @@ SEED_COUNTS = {"PPO": 10, ("PPO", "fp16"): 20, ("PPO", "author_fp16"): 20}
 
 
 def test_the_page_shows_the_scripts_as_measured():
-    report = json.loads(MEASURED.read_text())
-    assert compatibility.scripts_table(report) in (ROOT / "docs/compatibility.md").read_text()
+    report = results_of("scripts_jax_0.10.2_cpu")
+    assert compatibility.scripts_table(report) in text_of("docs/compatibility.md")
     for name, entry in report["scripts"].items():
         assert set(entry["variants"]) == set(PORTS[name].variants)
         for variant, measured in entry["variants"].items():

@@ -2,7 +2,6 @@
 
 import json
 import sys
-from pathlib import Path
 
 import jax
 import pytest
@@ -10,6 +9,7 @@ import pytest
 import sharded_programs
 from gpu_compiler import needs_compiler
 from grids import EXPENSIVE
+from sources import results_of
 
 # Recipe, framework, form, layout and number of GPUs.
 PROGRAMS = [
@@ -81,13 +81,8 @@ def test_a_run_continues_its_file(tmp_path, monkeypatch, capsys):
     assert run() == subset
 
 
-def recorded(name):
-    path = Path(__file__).parents[1] / f"benchmarks/results/{name}.json"
-    return json.loads(path.read_text())["rows"]
-
-
 def test_recorded_programs_are_within_the_limits():
-    rows = recorded("sharded_programs_h200")
+    rows = results_of("sharded_programs_h200")["rows"]
     assert {row["devices"] for row in rows} == {8, 16}
     assert {row["form"] for row in rows if "needed" in row} == {"plain", "scan", "remat"}
     for row in rows:
@@ -97,6 +92,6 @@ def test_recorded_programs_are_within_the_limits():
 
 
 def test_recorded_programs_of_the_oldest_version():
-    rows = recorded("sharded_programs_h200_oldest")
+    rows = results_of("sharded_programs_h200_oldest")["rows"]
     own = [row for row in rows if row["recipe"] in sharded_programs.RECIPES]
     assert len(own) > 5 and not any(map(sharded_programs.violations, own))

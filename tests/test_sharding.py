@@ -1,9 +1,7 @@
 """Shardings of training states."""
 
 import functools
-import json
 import textwrap
-from pathlib import Path
 
 import flax.linen as nn
 import jax
@@ -23,6 +21,7 @@ from grids import EXPENSIVE
 from jaxmp.errors import JaxmpError, RecipeWarning
 from jaxmp.optim._shardings import state_shardings
 from sharded_runs import bytes_on_first_device
+from sources import results_of, text_of
 
 
 def mesh_of(devices=4, model=1):
@@ -325,10 +324,8 @@ def test_an_unknown_axis_is_refused():
 
 
 def test_the_page_shows_the_programs_as_measured_and_the_plan_as_compiled():
-    root = Path(__file__).parents[1]
-    page = (root / "docs/measurements.md").read_text()
-    files = (f"{name}_h200.json" for name in ("sharded_programs", "plan_llama"))
-    programs, plan = (json.loads((root / "benchmarks/results" / f).read_text()) for f in files)
+    page = text_of("docs/measurements.md")
+    programs, plan = results_of("sharded_programs_h200"), results_of("plan_llama_h200")
     assert sharded_programs.table_of(programs["rows"], 8) in page
     table = [plan_llama.HEADER, *map(plan_llama.markdown, plan["rows"])]
     assert "\n".join(table) in page and f"JAX {plan['jax']}" in page

@@ -11,11 +11,9 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from jax import lax
 
 import jaxmp
 from gpu_compiler import needs_compiler
-from jaxmp import optim
 from jaxmp._core import _compat, _trees
 from jaxmp._core._trees import all_finite
 from jaxmp._tools.audit._compile import compile_for
@@ -159,7 +157,7 @@ def test_gradients_that_are_all_zero_are_counted_and_named(recipe, scale, skip):
     def loss(p, is_fixed):
         scaled = p["w"].astype(jnp.float16) * h
         quotient = scaled.astype(jnp.float32) / norm[is_fixed](scaled)
-        return lax.select(p["b"] > 5, p["b"].astype(jnp.float32), quotient @ targets)
+        return jax.lax.select(p["b"] > 5, p["b"].astype(jnp.float32), quotient @ targets)
 
     changes = {"loss_scale": scale or "none", "skip": skip}
     dtype = jnp.float16 if scale else jnp.float32
@@ -377,7 +375,7 @@ def test_counters_that_cannot_change_are_passed_through():
         for path, var in zip(paths, closed.jaxpr.outvars, strict=True)
         if var in closed.jaxpr.invars
     }
-    counters = {field.name for field in dataclasses.fields(optim._skip.SkipStats)}
+    counters = {field.name for field in dataclasses.fields(jaxmp.optim._skip.SkipStats)}
     changing = {"total", "consecutive", "last_finite", "nonfinite_leaf", "zero_gradients"}
     assert counters - kept == changing
     assert {"overflow", "fits"} <= kept

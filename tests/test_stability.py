@@ -3,7 +3,6 @@
 import importlib
 import re
 import shutil
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +14,7 @@ import jaxmp
 import public_api
 import saved_checkpoints
 from jaxmp.checkpoint import Checkpointer, load_safetensors
+from sources import text_of
 
 VERSIONS = sorted(saved_checkpoints.FOLDER.iterdir())
 
@@ -32,9 +32,7 @@ def test_there_are_few_public_names():
 
 
 def test_the_leg_with_the_lowest_versions_imports_public_modules():
-    line = re.search(
-        r'python -c "import (jaxmp, .*)"', (Path(__file__).parents[1] / "Makefile").read_text()
-    )
+    line = re.search(r'python -c "import (jaxmp, .*)"', text_of("Makefile"))
     assert line and set(line[1].split(", ")) <= {*public_api.modules(), "jaxmp._tools.cli"}
 
 

@@ -11,7 +11,6 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import pytest
-from jax.sharding import SingleDeviceSharding
 
 import jaxmp
 from gpu_compiler import needs_compiler, needs_libtpu
@@ -381,7 +380,7 @@ def test_a_program_of_jax_itself_is_that_of_the_audit():
         of_audit = compile_for("h200", trace(step.__wrapped__, (X, X), {})).text
         with _compat.unchecked_cuda():
             (device,) = _compat.described_gpus(describe(get_target("h200")), 1)
-        x = X.update(sharding=SingleDeviceSharding(device))
+        x = X.update(sharding=jax.sharding.SingleDeviceSharding(device))
         lowered = step.trace(x, x).lower(lowering_platforms=("cuda",))
     own = lowered.compile(compiler_options=_WITHOUT_GPU).as_text()
     assert "__cublas$lt$matmul$f8" in own

@@ -1,7 +1,6 @@
 """Dtypes of train steps that are compiled for Google TPUs, read without the parser of jaxmp."""
 
 import json
-from pathlib import Path
 
 import pytest
 
@@ -9,9 +8,9 @@ import tpu_programs
 from gpu_compiler import needs_libtpu
 from grids import EXPENSIVE
 from processes import run_script
+from sources import ROOT, results_of
 
-BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
-ROWS = json.loads((BENCHMARKS / "results" / "tpu_programs.json").read_text("utf-8"))["rows"]
+ROWS = results_of("tpu_programs")["rows"]
 
 TEXT = """
 %fused (p.1: bf16[8,4], p.2: f32[4,4]) -> f32[8,4] {
@@ -72,7 +71,7 @@ def test_a_program_for_a_tpu(recipe, tmp_path):
     # In a process of its own, because libtpu prints.
     out = tmp_path / "rows.json"
     options = ["--chips", "v6e", "--models", "linen", "--recipes", recipe, "--out", out]
-    done = run_script(BENCHMARKS / "tpu_programs.py", *options)
+    done = run_script(ROOT / "benchmarks/tpu_programs.py", *options)
     assert done.returncode == 0, done.stderr[-2000:]
     rows = json.loads(out.read_text("utf-8"))["rows"]
     assert [row["devices"] for row in rows] == ([1, 4] if recipe == "bf16" else [1])

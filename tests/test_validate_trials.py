@@ -1,8 +1,5 @@
 """Effects of single roundings, forms of differences, and planted faults and healthy trainings."""
 
-import json
-from pathlib import Path
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -17,11 +14,7 @@ from jaxmp._tools.validate import _diagnose
 from jaxmp._tools.validate._probe import Probe, find_patterns, gradient_row, make_probe
 from jaxmp._tools.validate._pure import as_pure, check_same_params
 from jaxmp._tools.validate._trials import EXACT, MAX_LINES, ROUNDED, RoundedLines
-from jaxmp.errors import ValidationError
-
-RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
-PAGE = (Path(__file__).parents[1] / "docs" / "measurements.md").read_text(encoding="utf-8")
-
+from sources import results_of, text_of
 
 # ---------------------------------------------------------------------------
 # Emulation
@@ -123,7 +116,7 @@ def test_integers_of_the_batch_are_fixed_at_their_cast():
 
 def test_parameters_that_only_one_recipe_has_are_named():
     message = "for seed 0: only the reference has 'a:w'"
-    with pytest.raises(ValidationError, match=message):
+    with pytest.raises(jaxmp.errors.ValidationError, match=message):
         check_same_params({"a:w": np.zeros(2)}, {"b": {"w": jnp.zeros(2)}}, "bf16", 0)
 
 
@@ -289,17 +282,15 @@ def test_a_skipped_step_has_no_form_of_its_state():
 # Planted faults and healthy trainings
 # ---------------------------------------------------------------------------
 
-SABOTAGES, HEALTHY = (
-    json.loads((RESULTS / f"validate_{name}_cpu.json").read_text())
-    for name in ("sabotages", "healthy")
-)
+SABOTAGES, HEALTHY = (results_of(f"validate_{name}_cpu") for name in ("sabotages", "healthy"))
 
 
 def test_recorded_faults_are_named():
     assert [row["name"] for row in SABOTAGES["faults"]] == list(validate_sabotages.FAULTS)
     counts = SABOTAGES["counts"]
     assert len(validate_sabotages.FAULTS) >= 20 and counts.get("wrong", 0) == 0
-    assert counts["right"] >= 17 and f"{counts['right']} of {len(SABOTAGES['faults'])}" in PAGE
+    page = text_of("docs/measurements.md")
+    assert counts["right"] >= 17 and f"{counts['right']} of {len(SABOTAGES['faults'])}" in page
     for row in SABOTAGES["faults"]:
         arguments = (row["name"], row["verdict"], row["headline"], tuple(row["causes"]))
         assert validate_sabotages.outcome(*arguments) == row["outcome"]
