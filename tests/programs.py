@@ -1,7 +1,5 @@
 """Functions to read the equations of a traced program, their dtypes and their modules."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -34,6 +32,13 @@ def with_own_gradient(fn: Callable[..., Any]) -> Callable[..., Any]:
     """Returns a function with a rule for its gradient, which is that of `fn`."""
     wrapped = jax.custom_vjp(fn)
     wrapped.defvjp(lambda *args: jax.vjp(fn, *args), lambda vjp, above: vjp(above))
+    return wrapped
+
+
+def with_own_tangent(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a function with a rule for its tangent, which is that of `fn`."""
+    wrapped = jax.custom_jvp(fn)
+    wrapped.defjvp(lambda primals, tangents: jax.jvp(fn, primals, tangents))
     return wrapped
 
 

@@ -6,8 +6,6 @@ be finite and equal to that of FP32.
 """
 
 import functools
-import json
-from pathlib import Path
 
 import flax.linen as nn
 import jax
@@ -30,6 +28,8 @@ from jaxmp._core._targets import get_target
 from jaxmp._programs._jaxprs import equations
 from jaxmp._tools.audit._compile import describe
 from models_nnx import pure_gradients
+from programs import with_own_gradient, with_own_tangent
+from sources import results_of
 
 ROWS, WIDTH = 64, 8
 
@@ -181,31 +181,12 @@ def convolution(params, x, dtype):
     )
 
 
-@jax.custom_vjp
-def own_derivative(x, w):
-    return x @ w
-
-
-own_derivative.defvjp(
-    lambda x, w: (x @ w, (x, w)),
-    lambda saved, g: (g @ saved[1].T, (saved[0].T @ g).astype(saved[1].dtype)),
-)
-
-
 def custom_vjp(params, x, dtype):
-    return own_derivative(x.astype(dtype), params["w"].astype(dtype))
-
-
-@jax.custom_jvp
-def own_tangent(x, w):
-    return x @ w
-
-
-own_tangent.defjvp(lambda p, t: (p[0] @ p[1], t[0] @ p[1] + p[0] @ t[1]))
+    return with_own_gradient(jnp.matmul)(x.astype(dtype), params["w"].astype(dtype))
 
 
 def custom_jvp(params, x, dtype):
-    return own_tangent(x.astype(dtype), params["w"].astype(dtype))
+    return with_own_tangent(jnp.matmul)(x.astype(dtype), params["w"].astype(dtype))
 
 
 def in_shard_map(params, x, dtype):
@@ -453,8 +434,7 @@ def test_sums_of_computed_weights_in_a_program_for_h200(name, layout):
 
 
 def test_no_sum_of_the_committed_programs_is_silent():
-    path = Path(sharded_functions.__file__).parent / "results" / "sharded_functions_h200.json"
-    rows = json.loads(path.read_text())["rows"]
+    rows = results_of("sharded_functions_h200")["rows"]
     assert {row["function"] for row in rows} == set(sharded_functions.WEIGHTS)
     for row in rows:
         is_reported = row["function"] in sharded_functions.REPORTED

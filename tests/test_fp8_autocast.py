@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax import lax
 from jax.sharding import AxisType, PartitionSpec
 
 import jaxmp
@@ -17,8 +16,7 @@ from findings import the_only
 from gpu_compiler import needs_compiler
 from jaxmp import PolicyMap, Rule, autocast, fp8, full_precision
 from jaxmp._programs._jaxprs import equations
-from jaxmp.errors import CompositionError
-from programs import operands
+from programs import operands, with_own_gradient, with_own_tangent
 from test_fp8_dot_general import casts
 
 E4M3, E5M2, BF16, F32 = "float8_e4m3fn", "float8_e5m2", "bfloat16", "float32"
@@ -108,7 +106,7 @@ def test_the_kernel_is_what_nothing_has_computed(side):
 
 
 def stacked(ws, x, wrap=lambda step: step):
-    return jnp.square(lax.scan(wrap(lambda x, w: (jnp.tanh(x @ w), None)), x, ws)[0]).sum()
+    return jnp.square(jax.lax.scan(wrap(lambda x, w: (jnp.tanh(x @ w), None)), x, ws)[0]).sum()
 
 
 STACK = floats(3, 32, 32, seed=3) / 6
@@ -203,22 +201,6 @@ def test_nested_functions_of_a_backward_pass_stay_in_16_bits_too():
         assert operands(grad, STACK, X) == [FORWARD, (BF16, BF16), (BF16, BF16)]
 
 
-@jax.custom_vjp
-def own_backward(x, w):
-    return x @ w
-
-
-own_backward.defvjp(lambda x, w: (x @ w, (x, w)), lambda kept, g: (g @ kept[1].T, kept[0].T @ g))
-
-
-@jax.custom_jvp
-def own_tangents(x, w):
-    return x @ w
-
-
-own_tangents.defjvp(lambda p, t: (p[0] @ p[1], t[0] @ p[1] + p[0] @ t[1]))
-
-
 def in_full_precision(x, w):
     with full_precision():
         return x @ w
@@ -231,8 +213,8 @@ def batched(x, w):
 @pytest.mark.parametrize(
     ("fn", "dtype", "why"),
     [
-        (own_backward, F32, "inside a custom_vjp"),
-        (own_tangents, BF16, "inside a custom_jvp, whose rule must stay linear"),
+        (with_own_gradient(jnp.matmul), F32, "inside a custom_vjp"),
+        (with_own_tangent(jnp.matmul), BF16, "inside a custom_jvp, whose rule must stay linear"),
         (functools.partial(jnp.matmul, precision="highest"), F32, "asked for precision=HIGHEST"),
         (lambda x, w: x @ w[:, :10], BF16, "N = 10 is not a multiple of 16"),
         (batched, BF16, "batch dimensions"),
@@ -254,7 +236,7 @@ def test_what_is_left_out_says_why(fn, dtype, why):
 
 def test_outer_products_and_integers_are_no_layers():
     def fn(x, n):
-        return lax.dot_general(x, x, (((), ()), ((), ()))), n @ n
+        return jax.lax.dot_general(x, x, (((), ()), ((), ()))), n @ n
 
     n = jnp.ones((16, 16), jnp.int32)
     assert (F32, F32) in operands(autocast(fn, POLICY), X[0], n)
@@ -355,7 +337,7 @@ def test_scaling_with_a_state_is_refused():
     for policies in (PolicyMap(POLICY, fp8=fp8.DelayedScaling()), jaxmp.load_recipe("fp8")):
         if isinstance(policies, jaxmp.Recipe):
             policies = policies.replace(fp8="delayed")
-        with pytest.raises(CompositionError, match=r"recipe.replace\(fp8='current'\)"):
+        with pytest.raises(jaxmp.errors.CompositionError, match=r"recipe.replace\(fp8='current'\)"):
             autocast(jnp.matmul, policies)
     # Without FP8 matmuls there is no error.
     _ = autocast(jnp.matmul, PolicyMap("bf16", fp8=fp8.DelayedScaling()))
@@ -363,7 +345,7 @@ def test_scaling_with_a_state_is_refused():
 
 def test_a_card_without_fp8_is_refused(card):
     card("8.0")
-    with pytest.raises(CompositionError, match=r"(?s)A100.*8\.0.*emulate = true"):
+    with pytest.raises(jaxmp.errors.CompositionError, match=r"(?s)A100.*8\.0.*emulate = true"):
         jax.eval_shape(autocast(loss, POLICY), W1, W2, X)
     emulated = PolicyMap(POLICY, fp8=fp8.CurrentScaling(emulate=True))
     assert reasons(autocast(loss, emulated), W1, W2, X) == ["", ""]
