@@ -1,7 +1,5 @@
 """Test networks, each implemented in Linen and in NNX."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import re
@@ -20,13 +18,13 @@ import jaxmp.nnx
 import models_linen as in_linen
 import models_nnx as in_nnx
 from arrays import floats
+from jaxmp import PolicyMap, Rule, get_policy
 from jaxmp._flax._linen_interceptor import module_paths
-from jaxmp._policies._load import PolicyMap
-from jaxmp._policies._policy import get_policy
-from jaxmp._policies._rules import Rule
 from programs import equations
 
 MIXED = "p=f32,c=bf16,o=f32"
+# The name scopes of norms.
+NORM = re.compile(r"/\w*(norm|_ln)", re.IGNORECASE)
 
 
 def tokens(*shape: int) -> jax.Array:
@@ -387,6 +385,7 @@ BUILDS = [
     for build, network in ((linen_build, case.linen), (NNXBuild, case.nnx))
     if network is not None
 ]
+BY_NAME = {str(build): build for build in BUILDS}
 
 TWINS = [case for case in CASES if case.is_twin]
 # One build of each pair of twins, alternately in Linen and in NNX.

@@ -1,7 +1,5 @@
 """The test networks in Linen; `models_nnx` has their counterparts."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import flax.linen as nn

@@ -1,7 +1,5 @@
 """The test networks in NNX: those of `models_linen`, and networks that use features of NNX only."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -27,6 +25,15 @@ class Perceptron(nnx.Module):
 
     def __call__(self, x):
         return self.out(nnx.tanh(self.hidden(x)))
+
+
+class Dropout(Perceptron):
+    def __init__(self, rngs, features=8):
+        super().__init__(rngs, features)
+        self.dropout = nnx.Dropout(0.5, rngs=rngs)
+
+    def __call__(self, x):
+        return self.dropout(super().__call__(x))
 
 
 class TiedLM(nnx.Module):

@@ -1,7 +1,6 @@
 """autocast: the dtype of each operation, under all transformations, and with the test networks."""
 
 import contextlib
-import re
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +16,7 @@ from grids import EXPENSIVE, REST, fast_cases
 from jaxmp import PolicyMap, Rule, autocast, full_precision
 from jaxmp.errors import OpError, PolicyError, RecipeWarning, RuleError
 from jaxmp.losses import linear_cross_entropy
-from models import BUILDS, MIXED, SECOND, NNXBuild, fill
+from models import BUILDS, BY_NAME, MIXED, NORM, SECOND, NNXBuild, fill
 from programs import (
     dtypes,
     equations,
@@ -515,27 +514,21 @@ def solve(w, x):
     )[0]
 
 
-def replayed(w, x, steps):
+def replayed(w, x):
     """Backward pass of an implicit solver: repeats the steps, and uses those that converged."""
 
     def step(x, _):
         new, size = newton_step(w, x)
         return jnp.where(size <= TOLERANCE, new, lax.stop_gradient(new)), None
 
-    return lax.scan(step, x, None, length=steps)[0]
+    return lax.scan(step, x, None, length=4)[0]
 
 
-@jax.custom_vjp
-def implicit(w, x):
-    return solve(w, x)
-
-
-def implicit_bwd(saved, cotangent):
-    w, y = saved
-    return jax.vjp(lambda w, y: replayed(w, y, 4), w, y)[1](cotangent)
-
-
-implicit.defvjp(lambda w, x: (y := solve(w, x), (w, y)), implicit_bwd)
+implicit = jax.custom_vjp(solve)
+implicit.defvjp(
+    lambda w, x: (y := solve(w, x), (w, y)),
+    lambda saved, cotangent: jax.vjp(replayed, *saved)[1](cotangent),
+)
 
 CUSTOM_VJP_CALLS = {
     "plain": implicit,
@@ -794,9 +787,6 @@ def is_outer(equation):
     return equation.primitive.name == "dot_general" and all(shape[axis] == 1 for axis in axes)
 
 
-NORM = re.compile(r"/\w*(norm|_ln)", re.IGNORECASE)
-
-
 @pytest.mark.parametrize(
     "build",
     [pytest.param(build, marks=REST if str(build) in SECOND else ()) for build in BUILDS],
@@ -872,7 +862,6 @@ def log_error_ratios(build, traced):
 
 # Networks of each kind of layer, alternately of the two frameworks.
 FEW = ("mlp-linen", "cnn-nnx", "attention-linen")
-BY_NAME = {str(build): build for build in BUILDS}
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from flax import nnx
 import jaxmp
 import jaxmp.nnx
 from grids import EXPENSIVE, REST, fast_cases
-from models import BUILDS, MIXED, SECOND, TWINS, LinenBuild, NNXBuild, tokens
+from models import BUILDS, BY_NAME, MIXED, NORM, SECOND, TWINS, LinenBuild, NNXBuild, tokens
 from programs import dtypes, leaf_dtypes, module_path, named, products, relative_error
 
 FLOAT16 = "p=f32,c=f16,o=f32"
@@ -35,7 +35,6 @@ every_linen_build, every_nnx_build = (
     pytest.mark.parametrize("build", [b for b in BUILDS if isinstance(b, kind)], ids=str)
     for kind in (LinenBuild, NNXBuild)
 )
-BY_NAME = {str(build): build for build in BUILDS}
 
 
 def every_twin(marks=lambda case: ()):
@@ -164,9 +163,6 @@ def test_products_are_wide_only_where_a_rule_or_a_softmax_asks(build):
 def is_attention_logits(path):
     """Returns True for Q K^T, the only matmul in the scope of the attention module itself."""
     return re.search(r"attention\w*$", path, re.IGNORECASE)
-
-
-NORM = re.compile(r"/\w*(norm|_ln)", re.IGNORECASE)
 
 
 @every_build

@@ -2,9 +2,7 @@
 
 import contextlib
 import functools
-import json
 import re
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -29,6 +27,7 @@ from jaxmp._tools.stats._measure import FORMATS, measure_tensor
 from jaxmp._tools.stats._with_stats import _Program
 from jaxmp.errors import AuditError
 from models_linen import Perceptron
+from sources import results_of
 from training_steps import new_state, state_step
 
 pytestmark = pytest.mark.usefixtures("standard_promotion", "rank_promotion")
@@ -321,18 +320,9 @@ def test_networks_with_the_same_modules_have_rows_of_their_own(is_nnx):
     np.testing.assert_allclose(sorted(map(float, rows)), sorted(expected), rtol=1e-5)
 
 
-class Dropout(models_nnx.Perceptron):
-    def __init__(self, rngs):
-        super().__init__(rngs, 32)
-        self.dropout = nnx.Dropout(0.3, rngs=rngs)
-
-    def __call__(self, x):
-        return self.dropout(super().__call__(x))
-
-
 def test_nnx_modules_are_measured_and_not_changed():
     """The keys of dropout are not measured, and those of the step after it are the same."""
-    model = Dropout(nnx.Rngs(0))
+    model = models_nnx.Dropout(nnx.Rngs(0), 32)
     optimizer = nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.Param)
 
     @nnx.jit
@@ -524,15 +514,12 @@ def test_tracing_costs_at_most_twice_the_step():
     assert own < stats <= 2 * own, (own, stats)
 
 
-RESULTS = Path(training_stats.__file__).parent / "results"
-
-
-def results_of(part):
-    return json.loads((RESULTS / f"training_stats_{part}_cpu.json").read_text("utf-8"))[part]
+def recorded(part):
+    return results_of(f"training_stats_{part}_cpu")[part]
 
 
 def test_the_measured_cost_at_48_layers_is_at_most_twice_the_step():
-    rows = {(row["model"], row["program"]): row for row in results_of("cost")}
+    rows = {(row["model"], row["program"]): row for row in recorded("cost")}
     assert {row["layers"] for row in rows.values()} == {48}
     measured = [(model, "tracing_seconds") for model in ("byte_gpt_of", "llama_of")]
     for model, part in [*measured, ("byte_gpt_of", "equations"), ("llama_of", "bytes")]:
@@ -541,14 +528,14 @@ def test_the_measured_cost_at_48_layers_is_at_most_twice_the_step():
 
 
 def test_formats_rank_modules_as_validate_measures_them():
-    ranks = {(row["model"], row["format"], row["tensors"]): row for row in results_of("ranks")}
+    ranks = {(row["model"], row["format"], row["tensors"]): row for row in recorded("ranks")}
     assert len(ranks) == 12
     assert min(row["spearman"] for row in ranks.values()) >= 0.75
 
 
 @pytest.mark.parametrize("name", ["Digits", "ByteGpt"])
 def test_the_measured_first_loss_scale_skips_no_step(name):
-    (row,) = (row for row in results_of("loss_scale") if row["training"] == name)
+    (row,) = (row for row in recorded("loss_scale") if row["training"] == name)
     good = [
         2.0 ** int(power.removeprefix("2**"))
         for power, (underflow, overflow) in row["lost_by_power"].items()

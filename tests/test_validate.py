@@ -5,7 +5,6 @@ import gc
 import math
 import re
 import weakref
-from pathlib import Path
 
 import flax.linen as nn
 import jax
@@ -37,6 +36,7 @@ from jaxmp._tools.validate._validate import make_model_runs
 from jaxmp.errors import ValidationError, ValidationFailedError
 from jaxmp.typing import ValidationReport
 from models_linen import Perceptron
+from sources import text_of
 from training_steps import new_state
 
 STEPS = 20
@@ -239,7 +239,7 @@ def test_json_round_trip(report):
 
 @EXPENSIVE
 def test_nnx_gives_the_same_kind_of_report():
-    report = run(lambda seed: NnxDropout(nnx.Rngs(seed)), seeds=1)
+    report = run(lambda seed: models_nnx.Dropout(nnx.Rngs(seed)), seeds=1)
     assert report["bf16"].verdict == "inconclusive"
     assert "one seed" in report["bf16"].power.text
     shown = report.to_text(full=True)
@@ -249,19 +249,10 @@ def test_nnx_gives_the_same_kind_of_report():
     assert modules == ["hidden", "out"] * 2
     assert all(row.activation_error for row in report["bf16"].modules if row.module == "hidden")
     # The held-out loss has no dropout.
-    model = NnxDropout(nnx.Rngs(0))
+    model = models_nnx.Dropout(nnx.Rngs(0))
     expected = np.mean([squared_error(nnx.view(model, deterministic=True), x) for x in HELD_OUT])
     np.testing.assert_allclose(report.runs[0].evaluations["loss"][0], expected, rtol=1e-5)
     assert abs(np.mean([squared_error(model, x) for x in HELD_OUT]) - expected) > 0.1 * expected
-
-
-class NnxDropout(models_nnx.Perceptron):
-    def __init__(self, rngs):
-        super().__init__(rngs)
-        self.dropout = nnx.Dropout(0.5, rngs=rngs)
-
-    def __call__(self, x):
-        return self.dropout(super().__call__(x))
 
 
 def test_an_evaluation_that_depends_on_the_seed_is_that_of_its_seed():
@@ -469,7 +460,7 @@ def test_near_zero_training_losses_do_not_decide():
 
 
 def test_directions_of_names_are_those_of_the_page():
-    page = (Path(__file__).parents[1] / "docs/validate.md").read_text("utf-8")
+    page = text_of("docs/validate.md")
     for name in (*ACCURACIES, *HIGHER, *LOWER):
         assert f"`{name}`" in page
         assert direction_of(name) == ("min" if name in LOWER else "max")
@@ -700,10 +691,7 @@ def test_a_list_of_too_few_batches_is_refused_before_the_training():
         jaxmp.validate(make, ["bf16"], steps=5, seeds=1)
 
 
-class Dropout(nn.Module):
-    @nn.compact
-    def __call__(self, x):
-        return nn.Dropout(0.5, deterministic=False)(nn.Dense(4)(x))
+DROPOUT = nn.Sequential([nn.Dense(4), nn.Dropout(0.5, deterministic=False)])
 
 
 class NnxWithRngs(nnx.Module):
@@ -724,7 +712,7 @@ class NnxWithRngs(nnx.Module):
         (Perceptron(), dict(held_out=[]), "held_out is empty"),
         (Perceptron(), dict(optimizer=optax.adam), "is not an optax transformation"),
         (Perceptron(), dict(loss_fn=3), "loss_fn=3 is not a function"),
-        (Dropout(), {}, r"Dropout_0 needs PRNG.*\n?.*rngs=\{'dropout': key\}"),
+        (DROPOUT, {}, r"layers_1 needs PRNG.*\n?.*rngs=\{'dropout': key\}"),
     ],
 )
 def test_a_wrong_argument_of_a_model_is_named(model, options, match):
