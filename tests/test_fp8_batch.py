@@ -224,16 +224,6 @@ class NnxOwn(nnx.Module):
         return x @ self.w[...]
 
 
-class NnxModel(nnx.Module):
-    def __init__(self, *layers):
-        self.layers = nnx.List(layers)
-
-    def __call__(self, x):
-        for layer in self.layers:
-            x = layer(x)
-        return x
-
-
 def linen_call(model, recipe="fp8", method=None):
     model = jaxmp.load_recipe(recipe).wrap(model)
     with jax.numpy_rank_promotion("allow"):
@@ -315,7 +305,7 @@ class NnxPosition(nnx.Module):
         return x + self.position[...]
 
 
-class NnxRemat(NnxModel):
+class NnxRemat(nnx.Sequential):
     """Model whose second call reuses the trace of its layers."""
 
     def __call__(self, x):
@@ -381,12 +371,12 @@ def test_tools_compare_the_key_tokens_with_the_program(rows, is_noted):
 
 def test_nnx_models_without_fp8_warn_once():
     recipe, linear = jaxmp.load_recipe("fp8"), nnx.Linear(32, 32, rngs=nnx.Rngs(0))
-    model = recipe.wrap(NnxModel(NnxOwn()))
+    model = recipe.wrap(nnx.Sequential(NnxOwn()))
     with pytest.warns(RecipeWarning, match="'layers/0': NnxOwn has no dot") as warned:
         model(X)
     assert warned[0].filename == __file__
     model(X)
-    recipe.wrap(NnxModel(NnxOwn(), linear))(X)
+    recipe.wrap(nnx.Sequential(NnxOwn(), linear))(X)
     recipe.wrap(linear)(X)
 
 

@@ -16,12 +16,9 @@ from flax import nnx
 import jaxmp
 from arrays import floats
 from grids import EXPENSIVE, fast_cases
-from jaxmp import attention_fn
+from jaxmp import Policy, PolicyMap, Rule, attention_fn
 from jaxmp._flax._linen_interceptor import module_paths
 from jaxmp._flax._linen_model import apply_policy
-from jaxmp._policies._load import PolicyMap
-from jaxmp._policies._policy import Policy
-from jaxmp._policies._rules import Rule
 from jaxmp.errors import CompositionError, RecipeWarning, RuleError
 from models import MIXED, tokens
 from models_linen import MLP, Attention, Outer, RawParam, TiedLM, Transformer
@@ -257,19 +254,14 @@ def test_a_users_own_field_named_dtype_is_never_set():
             seen.append(self.dtype)
             return nn.Dense(4)(x)
 
-    class MyDense(nn.Dense):
-        dtype: Any = jnp.float32
-
-        @nn.compact
-        def __call__(self, x):
-            seen.append(self.dtype)
-            return super().__call__(x)
-
     class Inherits(nn.Dense):
         @nn.compact
         def __call__(self, x):
             seen.append(self.dtype)
             return super().__call__(x)
+
+    class MyDense(Inherits):
+        dtype: Any = jnp.float32
 
     for model in (Tokenizer(), MyDense(2), Inherits(2)):
         variables = shapes(model, floats(2, 3))

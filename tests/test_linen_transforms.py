@@ -13,10 +13,9 @@ import pytest
 
 from arrays import floats
 from grids import EXPENSIVE, fast_cases
+from jaxmp import PolicyMap, Rule
 from jaxmp._flax._linen_interceptor import module_paths
 from jaxmp._flax._linen_model import apply_policy
-from jaxmp._policies._load import PolicyMap
-from jaxmp._policies._rules import Rule
 from jaxmp.errors import CompositionError, RecipeWarning
 from models import MIXED
 from models_linen import MLP, Block, Outer
@@ -312,14 +311,8 @@ class Metadata(nn.Module):
         return vmapped(4)(x)
 
 
-class WeightNormed(nn.Module):
-    @nn.compact
-    def __call__(self, x):
-        return nn.WeightNorm(nn.Dense(4))(x)
-
-
-OTHERS = [Conditional(), Derivatives(), CustomGradient(), Mapped(), Metadata(), WeightNormed()]
-OTHERS += [WhileLoop()]
+OTHERS = [Conditional(), Derivatives(), CustomGradient(), Mapped(), Metadata(), WhileLoop()]
+OTHERS += [nn.WeightNorm(nn.Dense(4))]
 
 
 @pytest.mark.parametrize("model", OTHERS, ids=lambda model: type(model).__name__)

@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 import jaxmp
 from grids import fast_cases
 from jaxmp._core import _compat
+from training_steps import new_state
 
 ROWS, WIDTH, PARTS = 16, 8, 2
 REDUCED = P(None, None, reduced={"data"})
@@ -140,23 +141,14 @@ def test_axes_of_tensor_parallelism_remain():
     assert_close((loss, grads), jax.value_and_grad(reference)([W, W], X), 1e-5)
 
 
-class Layers(nn.Module):
-    """Normalized Dense layers in Linen."""
-
-    @nn.compact
-    def __call__(self, x):
-        return nn.Dense(WIDTH)(nn.gelu(nn.Dense(WIDTH)(nn.LayerNorm()(x))))
-
-
 @pytest.mark.parametrize("recipe", ["fp16_params", "fp8_delayed"])
 @fast_cases("fp16_params")
 @pytest.mark.filterwarnings("ignore:The policies of:jaxmp.errors.RecipeWarning")
 def test_a_linen_step_equals_that_without_microbatches(recipe):
     recipe = jaxmp.load_recipe(recipe).replace(loss_scale=jaxmp.StaticLossScale(2.0**6))
-    model = recipe.wrap(Layers())
+    model = recipe.wrap(nn.Sequential([nn.LayerNorm(), nn.Dense(WIDTH), nn.gelu, nn.Dense(WIDTH)]))
     variables = model.init(jax.random.key(0), X[:1])
-    tx = recipe.optimizer(optax.sgd(1e-2))
-    state = jaxmp.TrainState.create(apply_fn=model.apply, params=variables, tx=tx)
+    state = new_state(variables, recipe, optax.sgd(1e-2), apply_fn=model.apply)
     state, x = spread(state, P()), spread(X, P("data"))
 
     def step(state, x, **options):

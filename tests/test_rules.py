@@ -19,12 +19,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import jaxmp
-from jaxmp._policies._load import PolicyMap
+from jaxmp import Policy, PolicyMap, Rule
 from jaxmp._policies._patterns import compile_pattern
-from jaxmp._policies._policy import Policy
 from jaxmp._policies._required import check_required, explain_modules
 from jaxmp._policies._resolve import resolve_first, resolve_policy, storage_dtype
-from jaxmp._policies._rules import Rule
 from jaxmp.errors import PolicyError, RuleError
 
 F32, BF16 = np.dtype("float32"), np.dtype(jnp.bfloat16)
@@ -462,16 +460,10 @@ def test_resolving_a_module_takes_few_steps():
     assert functions_entered(resolve) == {"resolve_policy"}
 
 
-class TwoLayers(nn.Module):
-    @nn.compact
-    def __call__(self, x):
-        return nn.Dense(4)(nn.Dense(8)(x))
-
-
 def test_a_second_call_of_a_model_takes_few_steps():
     """It used to enter 99 functions of this package in Linen, and 96 in NNX."""
     recipe, x = jaxmp.load_recipe("bf16"), jnp.ones((2, 4))
-    model, rngs = recipe.wrap(TwoLayers()), nnx.Rngs(0)
+    model, rngs = recipe.wrap(nn.Sequential([nn.Dense(8), nn.Dense(4)])), nnx.Rngs(0)
     variables = model.init(jax.random.key(0), x)
     layers = nnx.Linear(4, 8, rngs=rngs), nnx.Linear(8, 4, rngs=rngs)
     of_nnx = recipe.wrap(nnx.Sequential(*layers))
