@@ -628,6 +628,12 @@ def test_three_real_fp8_products(name, x, w, dims):
     assert "fp8_fallback" not in {finding.check for finding in report.findings}
 
 
+def program_for_h200(step, args):
+    with _compat.context(target="gpu", capability=(9, 0)):
+        traced = trace(jax.jit(step), args, {})
+    return Program(compile_for("h200", traced).text)
+
+
 @needs_compiler
 @EXPENSIVE
 def test_layers_with_one_input_have_factors_in_fp32():
@@ -639,11 +645,8 @@ def test_layers_with_one_input_have_factors_in_fp32():
         return jnp.sum(jnp.sin(scores))
 
     step, args = jax.grad(loss), (shape(512, 256), shape(256, 384), shape(256, 384))
-    with _compat.context(target="gpu", capability=(9, 0)):
-        traced = trace(jax.jit(step), args, {})
-    program = Program(compile_for("h200", traced).text)
     matmuls, results = 0, []
-    for each in program.steps():
+    for each in program_for_h200(step, args).steps():
         kernel, instructions = each.instruction, each.computation.instructions
         results += [shape for shape in kernel.shapes if shape.type == "bf16"]
         if "$f8" in kernel.attribute("custom_call_target"):
@@ -657,19 +660,6 @@ def test_layers_with_one_input_have_factors_in_fp32():
     assert all(shape.sizes for shape in results)
 
 
-def arrays_read(step, args, name):
-    """Returns the dtypes of the arrays that each FP8 kernel whose operation has this name reads."""
-    with _compat.context(target="gpu", capability=(9, 0)):
-        traced = trace(jax.jit(step), args, {})
-    found = []
-    for each in Program(compile_for("h200", traced).text).steps():
-        kernel, instructions = each.instruction, each.computation.instructions
-        if name in kernel.op_name and "f8" in str(kernel.shapes) and kernel.opcode == "fusion":
-            operands = [instructions[operand].shapes[0] for operand in kernel.operands]
-            found.append([operand.type for operand in operands if operand.sizes])
-    return found
-
-
 @needs_compiler
 def test_zeros_of_a_program_are_not_read_to_quantize():
     """XLA would merge zeros that make NaN of infinities with those in which a loop sums."""
@@ -680,7 +670,14 @@ def test_zeros_of_a_program_are_not_read_to_quantize():
         return linear(RECIPES["current"], x, weights), total
 
     args = shape(512, 256), shape(256, 384), jax.ShapeDtypeStruct((4, 512, 256), jnp.float32)
-    assert arrays_read(step, args, "quantize_input") == [["bf16"]]
+    read = []
+    for each in program_for_h200(step, args).steps():
+        kernel, instructions = each.instruction, each.computation.instructions
+        is_named = "quantize_input" in kernel.op_name and kernel.opcode == "fusion"
+        if is_named and "f8" in str(kernel.shapes):
+            operands = [instructions[name].shapes[0] for name in kernel.operands]
+            read.append([operand.type for operand in operands if operand.sizes])
+    assert read == [["bf16"]]
 
 
 @needs_compiler

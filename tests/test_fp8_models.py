@@ -46,11 +46,14 @@ def in_fp8(found):
 
 SMALL = GPT(layers=2, width=32, heads=2, max_length=16)
 TOKENS = jnp.arange(32).reshape(2, 16)
+# The linear layers of the first block.
+PARTS = (f"attention/{name}" for name in ("query", "key", "value", "out"))
+LINEARS = {f"block_0/{name}" for name in (*PARTS, "mlp_up", "mlp_down")}
 
 
 @functools.cache
 def parameters():
-    return SMALL.init(jax.random.key(0), TOKENS)["params"]
+    return jax.jit(SMALL.init)(jax.random.key(0), TOKENS)["params"]
 
 
 def linen_loss(policy_map):
@@ -95,13 +98,11 @@ def test_every_linear_layer_multiplies_in_fp8_three_times(loss_of):
 @each_framework
 def test_explain_lists_every_layer_and_its_reason(loss_of):
     loss, params = loss_of(policies(None, Rule("block_1/**", "matmul=default")))
-    names = [f"attention/{name}" for name in ("query", "key", "value", "out")]
-    names = [f"block_0/{name}" for name in [*names, "mlp_up", "mlp_down"]]
     rows = jaxmp.explain(loss)(params).fp8.rows
-    assert {row.path: row.exclusion_reason for row in rows} == dict.fromkeys(names, "")
+    assert {row.path: row.exclusion_reason for row in rows} == dict.fromkeys(LINEARS, "")
     assert {(row.k, row.n) for row in rows} == {(32, 32), (32, 128), (128, 32)}
     on_gpu = jaxmp.explain(loss, target="h200")(params).fp8.rows
-    assert {row.path for row in on_gpu} == set(names)
+    assert {row.path for row in on_gpu} == LINEARS
     assert all("too narrow for 8192 tokens" in row.exclusion_reason for row in on_gpu)
 
 
@@ -357,13 +358,13 @@ STATE = "_overwrite_with_gradient"
 def delayed(model, *args):
     """Returns the model under delayed scaling, and its variables."""
     model = jaxmp.load_recipe(policies(DELAYED)).wrap(model)
-    return model, model.init(jax.random.key(0), *args)
+    return model, jax.jit(model.init)(jax.random.key(0), *args)
 
 
 def test_init_adds_a_state_for_every_layer_in_fp8_and_nothing_else():
     x = jnp.ones((2, 16, 32))
     _, variables = delayed(models_linen.OfEachKind(), x)
-    plain = models_linen.OfEachKind().init(jax.random.key(0), x)
+    plain = jax.jit(models_linen.OfEachKind().init)(jax.random.key(0), x)
     jax.tree.map(np.testing.assert_array_equal, variables["params"], plain["params"])
     wanted = {f"fp8_{name}": leaf for name, leaf in fp8.init_state(DELAYED).items()}
     assert set(variables) == {"params", STATE}
@@ -376,7 +377,7 @@ def test_a_model_without_its_state_is_refused():
     x = jnp.ones((2, 16, 32))
     model, variables = delayed(models_linen.OfEachKind(), x)
     with pytest.raises(CompositionError, match=r"finds no state for 'einsum'.*wrapped"):
-        model.apply({"params": variables["params"]}, x)
+        jax.eval_shape(model.apply, {"params": variables["params"]}, x)
 
 
 @EXPENSIVE
@@ -470,14 +471,6 @@ def test_the_state_of_a_layer_that_is_called_twice_and_of_one_that_is_not():
 
 STEP = GPT(layers=1, width=128, heads=2, max_length=128)
 ANY_WIDTH = load_recipe(policies(fp8.CurrentScaling(min_width=0)))
-LINEARS = {
-    f"block_0/{name}"
-    for name in (
-        *(f"attention/{part}" for part in ("query", "key", "value", "out")),
-        "mlp_up",
-        "mlp_down",
-    )
-}
 
 
 @functools.cache
