@@ -199,8 +199,8 @@ def test_devices_that_could_skip_alone_are_an_error_and_its_fix_runs(recipe):
             updates, _ = tx.update(grads, tx.init(params), recipe.cast_params(params))
             return jax.tree.map(lambda leaf: leaf[None], updates)
 
-        out = jax.P("data")
-        return jax.shard_map(step, mesh=mesh, in_specs=(spec, spec), out_specs=out)(params, grads)
+        mapped = jax.shard_map(step, mesh=mesh, in_specs=(spec, spec), out_specs=jax.P("data"))
+        return jax.jit(mapped)(params, grads)
 
     inner = optax.sgd(0.1)
     with pytest.raises(CompositionError, match=r"axis_name=\('data',\)"):
@@ -223,7 +223,8 @@ def test_parts_of_parameters_on_each_device_share_the_counters(recipe):
         grads = {"w": jnp.array([1.0, 1.0, 1.0, last])}
         step = lambda state, grads: state.apply_gradients(grads=grads)
         in_specs = specs, jax.P("data")
-        return jax.shard_map(step, mesh=mesh, in_specs=in_specs, out_specs=specs)(state, grads)
+        mapped = jax.shard_map(step, mesh=mesh, in_specs=in_specs, out_specs=specs)
+        return jax.jit(mapped)(state, grads)
 
     with pytest.raises(CompositionError, match=r"loss scale .* axis_name=\('data',\)"):
         run(recipe.optimizer(optax.sgd(0.1)), 1.0)
