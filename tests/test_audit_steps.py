@@ -23,6 +23,7 @@ from training_steps import new_state, state_step
 BF16, F16, F32 = jnp.bfloat16, jnp.float16, jnp.float32
 W = jax.ShapeDtypeStruct((64, 64), F32)
 X = jax.ShapeDtypeStruct((16, 64), F32)
+SCALAR = jax.ShapeDtypeStruct((), F32)
 BATCHES = jax.ShapeDtypeStruct((4, 16, 64), F32)
 
 
@@ -220,6 +221,15 @@ def test_float16_without_a_loss_scale(around):
     assert counts(step, W, X) == {"missing_loss_scale": 1}
 
 
+def test_fixes_name_the_recipe_of_most_values():
+    def loss_fn(w, x):
+        logits = (x.astype(BF16) @ w.astype(BF16)).astype(F32)
+        return jax.nn.logsumexp(logits) * x[0, 0].astype(F16).astype(F32)
+
+    (finding,) = audit(jax.grad(loss_fn), W, X).errors
+    assert "jaxmp.autocast(loss_fn, 'bf16')" in finding.fix
+
+
 def by_constant(w, x):
     return w - 0.1 * jax.grad(lambda w: 1024 * loss(w, x, F16))(w) / 1024
 
@@ -249,9 +259,46 @@ def test_a_loss_scale_in_the_state():
         grads = jax.grad(scaled, (0, 1))(w, temperature)
         return w - jnp.clip(grads[0], -1, 1), temperature - grads[1]
 
-    assert counts(step, W, jax.ShapeDtypeStruct((), F32), X) == {}
+    assert counts(step, W, SCALAR, X) == {}
     # Clipped gradients are proportional to the temperature, which is no loss scale.
-    assert counts(learned, W, jax.ShapeDtypeStruct((), F32), X) == {"missing_loss_scale": 1}
+    assert counts(learned, W, SCALAR, X) == {"missing_loss_scale": 1}
+
+
+@jax.custom_vjp
+def clipped(x):
+    return x
+
+
+clipped.defvjp(lambda x: (x, None), lambda _, g: (jnp.clip(g, -1, 1),))
+
+
+@pytest.mark.parametrize(
+    ("of_loss", "is_scaled"),
+    [
+        # Weights of terms, temperatures and numbers of tokens.
+        (lambda s, h, y: jnp.mean(y**2) + s * jnp.mean(h**2), False),
+        (lambda s, h, y: s * jnp.mean(y**2) + jnp.mean(h**2), False),
+        (lambda s, h, y: (1 - s) * jnp.mean(y**2) + s * jnp.mean(h**2), False),
+        (lambda s, h, y: jnp.mean(jnp.exp(y / s)), False),
+        (lambda s, h, y: jnp.sum(y**2) / s, False),
+        (lambda s, h, y: s * (jnp.mean(y**2) + 0.1 * jnp.mean(h**2)), True),
+        (lambda s, h, y: s * jnp.mean(clipped(y.astype(F16)).astype(F32) ** 2), True),
+        (lambda s, h, y: jnp.minimum(s, 2.0**15) * jnp.mean(y**2), True),
+        (lambda s, h, y: jnp.where(jnp.isfinite(s), s, 1.0) * jnp.mean(y**2), True),
+        (lambda s, h, y: 2.0**s * jnp.mean(y**2), True),
+    ],
+)
+def test_a_scale_multiplies_the_whole_loss(of_loss, is_scaled):
+    def step(w, s, x):
+        def loss_fn(w):
+            hidden = x.astype(F16) @ w.astype(F16)
+            outputs = lax.fori_loop(0, 2, lambda _, z: z @ w.astype(F16), hidden)
+            return of_loss(s, hidden.astype(F32), outputs.astype(F32))
+
+        return w - 0.1 * jax.grad(loss_fn)(w) / (s if is_scaled else 10)
+
+    found = counts(step, W, SCALAR, X)
+    assert "scaled_gradients" not in found and ("missing_loss_scale" in found) is not is_scaled
 
 
 @pytest.mark.parametrize("recipe", ["fp16", "fp16_params"])

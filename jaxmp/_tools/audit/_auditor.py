@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from types import CodeType
 from typing import Any
@@ -64,10 +64,10 @@ class PolicyContext:
         return frozenset(dtypes)
 
     def of_program(self, jaxpr: ClosedJaxpr, modules: frozenset[str]) -> PolicyContext:
-        """Returns the context of a program: without a recipe, code for float16 names fp16."""
+        """Returns the context of a program: without a recipe, code names that of its 16 bits."""
         results = (var for equation in _programs.equations(jaxpr) for var in equation.outvars)
-        dtypes = (getattr(var.aval, "dtype", None) for var in results)
-        is_fp16 = self.recipe is None and _core.FLOAT16 in dtypes
+        counts = Counter(getattr(var.aval, "dtype", None) for var in results)
+        is_fp16 = self.recipe is None and counts[_core.FLOAT16] > counts[_core.BFLOAT16]
         context = PolicyContext(self.recipe, self.target, "'fp16'" if is_fp16 else self.text)
         context.modules = modules
         return context
@@ -149,8 +149,9 @@ class Auditor:
         self.known: Scope
         self.equations = 0
         self.has_backward = False
-        # The first matmul of the backward pass that reads float16.
-        self.float16_backward: _checks.OpOccurrence | None = None
+        # Matmuls of the backward pass that read float16, and the numbers of the scalar arguments
+        # that their cotangents are proportional to.
+        self.float16_backward: list[tuple[_checks.OpOccurrence, set[int]]] = []
         # (scopes, pass, dtype, dtype) -> [FLOPs, count].
         self.matmuls: dict[tuple[_programs.Path, str, str, str], list[int]] = {}
         # (scopes, pass, line) of a matmul -> the FP8 dtype that an operand has or had.
@@ -190,14 +191,15 @@ class Auditor:
         return self.program.jaxpr.outvars
 
     @property
-    def learned_scalars(self) -> set[int]:
-        """Numbers of the arguments that gradients update, such as a learned temperature.
+    def float16_scales(self) -> list[tuple[_checks.OpOccurrence, set[int]]]:
+        """`float16_backward` without the scalars that gradients update, such as a temperature.
 
         A loss scale, which may also change with the gradients, divides them.
         """
         updates = self.flow.labels(_dataflow.Update, *self.results)
         learned = {update.number for update in updates if update.has_gradient}
-        return learned.difference(self.collected[_dataflow.Power])
+        learned.difference_update(self.collected[_dataflow.Power])
+        return [(op, scales - learned) for op, scales in self.float16_backward]
 
     def maker_of(self, result: _programs.Atom) -> _checks.OpOccurrence | None:
         """Returns the operation that computes a result, inside of the calls that return it."""
@@ -367,8 +369,11 @@ class Auditor:
             self.matmul_calls[call] = not matmul.contracts or self.matmul_calls.get(call, False)
         elif op.is_differentiated_again and call in self.matmul_calls:
             self.matmul_calls[call] |= not matmul.contracts
-        if op.is_backward and _core.FLOAT16 in dtypes and self.float16_backward is None:
-            self.float16_backward = op
+        is_outer = op.is_backward and not op.is_differentiated_again
+        if is_outer and _core.FLOAT16 in dtypes:
+            rows = [_dataflow.powers_of(self.flow.of(var)).items() for var in op.operands[:2]]
+            scales = {number for row in rows for number, power in row if power and power > 0}
+            self.float16_backward.append((op, scales))
 
     def _record_fp8(self, op: _checks.OpOccurrence, matmul: _programs.Matmul) -> None:
         names = [dtype.name for dtype in (matmul.lhs, matmul.rhs) if _core.is_fp8(dtype)]

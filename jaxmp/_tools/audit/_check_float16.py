@@ -342,8 +342,9 @@ def _is_other(var: _programs.Atom, number: int, is_sum: bool, audit: _auditor.Au
 def check_scales(audit: _auditor.Auditor) -> Iterable[_rows.Finding]:
     """Reports the collected events of loss scales, and results that depend on one."""
     scales = set(powers_of(audit.flow.of_all(var for _, var in audit.traced.dynamic_scales())))
-    if not scales and audit.float16_backward is not None:
-        scales = audit.flow.scaled_by - audit.learned_scalars
+    rows = [numbers for _, numbers in audit.float16_scales]
+    if not scales and (all(rows) or audit.flow.has_scale):
+        scales = scales.union(*rows)
     scales = scales.union(audit.collected[_dataflow.Power]) & audit.flow.scaled_by
     events = [event for event in audit.collected[_Event] if event.number in scales]
     for event in events:

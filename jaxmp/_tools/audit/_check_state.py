@@ -434,17 +434,17 @@ def _check_moments(step: TrainingStep) -> Iterator[Finding]:
 @MISSING_LOSS_SCALE.on(_checks.PROGRAM)
 def check_missing_scale(audit: _auditor.Auditor) -> Iterable[Finding]:
     """Reports a backward pass in float16 whose cotangents are not scaled."""
-    op, step = audit.float16_backward, step_of(audit)
-    is_scaled = bool((audit.flow.scaled_by | audit.flow.scales) - audit.learned_scalars)
+    unscaled = [op for op, scales in audit.float16_scales if not scales]
+    is_scaled = audit.flow.has_scale or not unscaled
     # A dynamic scale is reported as an unused one.
-    if op is None or not step.learned or is_scaled or audit.traced.dynamic_scales():
+    if is_scaled or not step_of(audit).learned or audit.traced.dynamic_scales():
         return
     message = "the backward pass multiplies in float16 without a loss scale: gradients below 6e-8"
     fix = "grads = jaxmp.grad(loss_fn, loss_scale=jaxmp.StaticLossScale(2.0**12))(params)"
     of_optimizer = [leaf for leaf in audit.traced.leaves if leaf.in_optimizer]
     if gradients := _gradients_with(of_optimizer, audit.traced):
         fix = f"tx = jaxmp.load_recipe('fp16').optimizer(tx)\n{gradients}"
-    yield MISSING_LOSS_SCALE.finding(f"{message} become zero.", fix, op)
+    yield MISSING_LOSS_SCALE.finding(f"{message} become zero.", fix, unscaled[0])
 
 
 @MISSING_LOSS_SCALE.on_operation(

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxmp import _core, _programs
-from jaxmp._tools.audit._checks import LAYOUT, OpOccurrence, dtype_of
+from jaxmp._tools.audit._checks import FLOATS, LAYOUT, OpOccurrence, dtype_of
 
 # Operand -> its labels.
 LabelsOf = Callable[[_programs.Atom], frozenset[Any]]
@@ -217,6 +217,9 @@ _JOINS = _core.named(
     " scatter-add scatter-min scatter-max"
 )
 _LINEAR = _programs.EXACT.union(_core.named("abs reduce_sum cumsum reduce_window_sum")) - _JOINS
+_LIMITS = _core.named("max min clamp select_n")
+# A loss scale may be stored as its logarithm.
+_EXPONENTIALS = _core.named("exp exp2 pow")
 _ROOTS = {"sqrt": 0.5, "rsqrt": -0.5, "square": 2.0}
 
 
@@ -261,11 +264,14 @@ def _exponent(name: str, op: OpOccurrence, exponents: list[float | None]) -> flo
         return sum(known)
     if name == "div":
         return known[0] - known[1]
+    if name in _EXPONENTIALS and op.result.aval.size == 1:
+        return 1.0
     if name in _ROOTS or name == "integer_pow":
         return known[0] * (_ROOTS[name] if name in _ROOTS else _programs.exponent_of(op.equation))
     if name in _LINEAR:
         return known[0]
-    if name in _JOINS:
+    # All operations of a backward pass are linear in its cotangents.
+    if name in _JOINS or op.is_backward:
         pairs = zip(op.operands[-len(known) :], known, strict=True)
         others = {exponent for var, exponent in pairs if exponent or not _is_neutral(var, op)}
         return others.pop() if len(others) == 1 else None
@@ -275,14 +281,19 @@ def _exponent(name: str, op: OpOccurrence, exponents: list[float | None]) -> flo
 def _is_neutral(var: _programs.Atom, op: OpOccurrence) -> bool:
     """Returns True for summands that leave a value proportional: 0, an epsilon, infinity and NaN.
 
-    In a backward pass, such are all summands that are not proportional to the scale.
+    In a backward pass, such are all summands that are not cotangents. Constant limits of a loss
+    scale or of cotangents are no summands.
     """
+    is_gradient = lambda x: GRADIENT in op.audit.flow.of(x)
+    if op.is_backward and not (is_gradient(var) and dtype_of(var) in FLOATS):
+        return True
+    if op.name in _LIMITS and (op.is_backward or not any(map(is_gradient, op.operands))):
+        return op.audit.known.value(var) is not None
     source = op.body.source_of(
         var, _core.named("broadcast_in_dim square neg convert_element_type reshard pvary")
     )
     is_large = lambda value: np.any(np.isfinite(value) & (np.abs(value) > 1e-3))
-    is_constant = _programs.is_literal(source) and not is_large(source.val)
-    return op.is_backward or is_constant
+    return _programs.is_literal(source) and not is_large(source.val)
 
 
 _KEEPS_AXES = LAYOUT - _core.named("reshape broadcast_in_dim squeeze expand_dims transpose")

@@ -211,9 +211,8 @@ class Flow:
         self.scaled_by: set[int] = set()
         # True if a matmul of the forward pass reads float16.
         self.has_float16 = False
-        # Numbers of the scalar arguments of the backward pass that may be loss scales; None stands
-        # for a constant.
-        self.scales: set[int | None] = set()
+        # True if the backward pass reads a scalar that may be a loss scale, and is no argument.
+        self.has_scale = False
         # Numbers of the arguments that a differentiated function reads.
         self.differentiated: set[int] = set()
 
@@ -286,10 +285,12 @@ class Flow:
         equation, phase = op.equation, op.location.phase
         labels = self.of_all(equation.invars)
         if phase == _programs.BACKWARD:
-            for var in equation.invars if self.has_float16 and None not in self.scales else ():
-                if _dataflow.is_scale(op, var, self.of):
-                    self.scales.update(_dataflow.powers_of(self.of(var)) or {None})
-            labels = labels | _GRADIENT if labels else _GRADIENT
+            if self.has_float16 and not self.has_scale:
+                scales = (x for x in equation.invars if not _dataflow.powers_of(self.of(x)))
+                self.has_scale = any(_dataflow.is_scale(op, x, self.of) for x in scales)
+            # Zeros, as a cotangent in a loop begins with, are not computed from gradients.
+            if labels or not all(_dataflow.number_of(x) == 0 for x in equation.invars):
+                labels = labels | _GRADIENT if labels else _GRADIENT
         elif op.location.differentiated and phase == _programs.FORWARD and not is_call:
             self.differentiated.update([x.number for x in labels if isinstance(x, _dataflow.From)])
         if op.name == "convert_element_type":
