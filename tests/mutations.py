@@ -1561,6 +1561,16 @@ the audit forgets that each chunk of a loss adds to the gradient of the kernel
 test_audit_speed.py::test_chunks_cost_bytes
 """,
     "jaxmp/_tools/audit/_check_carried.py": r"""
+the audit takes a measurement for state that a step reads
+- or n in _NONE.union(*parameters)
++ or True
+test_audit_steps.py::test_statistics_that_a_skipped_step_does_not_keep
+
+the audit takes a value that is NaN for one step for state
+- >= _BATCH | {n} and
++ >= _BATCH and
+test_audit_steps.py::test_statistics_that_a_skipped_step_does_not_keep
+
 the audit does not see that a step keeps its parameters
 - if is_choice and operands[0] >= _TEST:
 + if False:

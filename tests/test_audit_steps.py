@@ -434,28 +434,44 @@ def test_an_fp32_average_of_rounded_parameters_is_clean():
     assert counts(step, state, state.params, X) == {"accumulator_16bit": 2}
 
 
-@pytest.mark.parametrize("guard", ["recipe", "by hand", "none"])
-def test_statistics_that_a_skipped_step_does_not_keep(guard):
+@pytest.mark.parametrize(
+    ("guard", "update", "shape"),
+    [
+        ("recipe", lambda old, x: 0.9 * old + 0.1 * x.mean(0, keepdims=True), (1, 64)),
+        ("by hand", lambda old, x: 0.9 * old + 0.1 * x.mean(0, keepdims=True), (1, 64)),
+        ("none", lambda old, x: 0.9 * old + 0.1 * x.mean(0, keepdims=True), (1, 64)),
+        ("by hand", lambda old, x: 0.9 * old + 0.1 * x.mean(), ()),
+        # A maximum, and a queue of examples; values that are replaced are NaN for one step.
+        ("by hand", lambda old, x: jnp.maximum(old, x.max(0, keepdims=True)), (1, 64)),
+        ("by hand", lambda old, x: jnp.concatenate([old[16:], x]), (32, 64)),
+        ("", lambda old, x: x.mean(0, keepdims=True), (1, 64)),
+        # No loss reads the scalar.
+        ("unread", lambda old, x: 0.9 * old + 0.1 * x.mean(), ()),
+    ],
+)
+def test_statistics_that_a_skipped_step_does_not_keep(guard, update, shape):
     state = new_state({"w": jnp.ones((64, 64))}, "fp32")
     state = state if guard == "recipe" else state.params
-    args = state, {"mean": jnp.zeros((1, 64))}, jnp.ones((16, 64))
+    args = state, {"mean": jnp.zeros(shape)}, jnp.ones((16, 64))
 
     def step(state, old, x, fix=""):
         x = jnp.where(jnp.isfinite(x), jnp.clip(x, -9, 9), x)  # a cast that saturates
-        names = {"old": old, "stats": {"mean": 0.9 * old["mean"] + 0.1 * x.mean(0, keepdims=True)}}
-        total = lambda p: loss(p["w"], x - names["stats"]["mean"])
+        names = {"old": old, "stats": {"mean": update(old["mean"], x)}}
+        mean = 0 if guard == "unread" else jnp.atleast_2d(names["stats"]["mean"])[:16]
+        total = lambda p: loss(p["w"], x - mean)
         if guard == "recipe":
             state = state.apply_gradients(grads=state.value_and_grad(total)()[1])
         else:
             new = state["w"] - jax.grad(total)(state)["w"]
-            finite = jnp.isfinite(new).all() if guard == "by hand" else True
+            finite = jnp.isfinite(new).all() if guard != "none" else True
             state = {"w": jnp.where(finite, new, state["w"])}
         names |= {"jax": jax, "jnp": jnp, "jaxmp": jaxmp, "state": state}
         exec(fix, names)
         return state, names["stats"]
 
     findings = audit(step, *args).findings
-    assert [finding.check for finding in findings] == ["unguarded_state"] * (guard != "none")
+    expected = ["unguarded_state"] * (guard in ("recipe", "by hand"))
+    assert [finding.check for finding in findings] == expected
     for finding in findings:
         fixed = functools.partial(step, fix=code_of(finding))
         assert "old['mean']" in finding.message and not audit(fixed, *args).findings

@@ -15,8 +15,8 @@ from jaxmp.optim import _roles
 
 UNGUARDED_STATE = _checks.Check(
     id="unguarded_state",
-    explanation="A training step that is not finite keeps the parameters, but replaces running"
-    " statistics or other averages by values of its batch, which stay NaN.",
+    explanation="A training step that is not finite keeps the parameters, but computes running"
+    " statistics, carries or other state from values of its batch, which stay NaN.",
     fix="stats = jax.tree.map(lambda new, old: jnp.where(jnp.isfinite(new), new, old), stats, old)",
     severity=_checks.WARNING,
 )
@@ -28,9 +28,9 @@ _FIX_SKIPPED = (
     "    state = state.apply_gradients(grads=grads, stats=stats)"
 )
 
-# Facts of values: computed from integers of the batch, from its floats, or from a test of
-# finiteness.
-_NONE = frozenset[str]()
+# Facts of values: computed from integers of the batch, from its floats, from a test of finiteness,
+# or from the argument of a number.
+_NONE = frozenset[Any]()
 _INDEX, _BATCH, _TEST = (frozenset({fact}) for fact in ("index", "batch", "test"))
 
 
@@ -46,35 +46,42 @@ def check_carried(audit: _auditor.Auditor) -> Iterator[Finding]:
     for number, role in enumerate(traced.roles()):
         aval, is_input = step.avals[number], role == _roles.INPUT and number not in others
         fact = _BATCH if aval.dtype in _checks.FLOATS else _INDEX
-        args.append(fact if is_input and aval.size > 1 else _NONE)
+        fact = fact if is_input and aval.size > 1 else _NONE
+        args.append(frozenset({number}) if number in others else fact)
     facts = _Facts().run(traced.closed, args)
-    is_damaged = lambda numbers: [n for n in sorted(numbers) if facts[carried[n][0]] >= _BATCH]
-    damaged = is_damaged(others)
-    if damaged and not is_damaged(step.learned & carried.keys()):
+    new = {n: facts[index] for n, index in carried.items()}
+    parameters = [new[n] for n in step.learned & new.keys()]
+    # A scalar that no new parameter depends on is a measurement. A value that does not depend on
+    # the old one is NaN for one step.
+    is_state = lambda n: step.avals[n].size > 1 or n in _NONE.union(*parameters)
+    damaged = [n for n in sorted(others) if new[n] >= _BATCH | {n} and is_state(n)]
+    if damaged and not any(facts >= _BATCH for facts in parameters):
         message = "a step that is not finite keeps the parameters, but other state, such as"
         message += f" {step.locations[damaged[0]]}, takes values of its batch, and stays NaN."
         counters = (leaf for leaf in step.leaves if leaf.field == "last_finite")
         names = [traced.text_of(leaf.path[1:2]) for leaf in counters]
         fix = _FIX_SKIPPED.replace("{state}", names[0]) if names else ""
         fix = _check_state.FIX_NNX if traced.nnx_objects else fix
-        op = carried[damaged[0]][1].op
+        op = audit.maker_of(audit.results[carried[damaged[0]]])
         yield UNGUARDED_STATE.finding(message, fix, op, count=len(damaged))
 
 
-def _carried(
-    audit: _auditor.Auditor, step: _check_state.TrainingStep
-) -> Iterator[tuple[int, tuple[int, _dataflow.Update]]]:
-    """Yields the numbers of averages among the arguments, and (result, update) of each."""
-    for index, var in enumerate(audit.results):
-        is_written = index >= len(audit.traced.results)
-        for label in audit.flow.labels(_dataflow.Update, var) if var.aval.size > 1 else ():
-            is_own = is_written or label.factor == _dataflow.LARGE or label in step.returned
+def _carried(audit: _auditor.Auditor, step: _check_state.TrainingStep) -> Iterator[tuple[int, int]]:
+    """Yields (argument, result) of averages, and of arrays that are replaced by other values."""
+    for index, (own, var) in enumerate(zip(audit.traced.replaced, audit.results, strict=True)):
+        labels = audit.flow.labels(_dataflow.Update, var)
+        for label in labels:
+            is_own = label.number in own or label.factor == _dataflow.LARGE
             if is_own and label in step.updates.get(label.number, ()):
-                yield label.number, (index, label)
+                yield label.number, index
+        is_array = _checks.dtype_of(var) in _checks.FLOATS and var.aval.size > 1
+        is_new = not labels and var not in audit.traced.variables
+        if is_array and is_new and len(own) == 1:
+            yield next(iter(own)), index
 
 
 class _Facts(_programs.Forward):
-    """For each variable, some of `_INDEX`, `_BATCH` and `_TEST`."""
+    """For each variable, some of `_INDEX`, `_BATCH` and `_TEST`, and numbers of arguments."""
 
     nothing = _NONE
 

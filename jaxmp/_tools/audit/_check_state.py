@@ -208,18 +208,15 @@ class TrainingStep:
         self.in_optimizer = traced.in_optimizer()
         # Number of an argument -> its updates among the results.
         self.updates: dict[int, list[Update]] = {}
-        for var in audit.results:
+        # Those that are returned under the key of the argument, perhaps in a tuple.
+        self.returned: set[Update] = set()
+        for index, var in enumerate(audit.results):
             for label in self.flow.labels(Update, var):
                 argument = traced.variables[label.number].aval
                 if (argument.shape, argument.dtype) == (var.aval.shape, _checks.dtype_of(var)):
                     self.updates.setdefault(label.number, []).append(label)
-        # Those that are returned under the key of the argument, perhaps in a tuple.
-        self.returned = {
-            label
-            for (path, _), var in zip(traced.results, audit.results, strict=False)
-            for label in self.flow.labels(Update, var)
-            if (key := self.leaves[label.number].path[2:]) and key in (path, path[1:])
-        }
+                if index < len(traced.results) and label.number in traced.replaced[index]:
+                    self.returned.add(label)
         self.avals = {n: var.aval for n, var in enumerate(traced.variables)}
         # Numbers of the arguments that are updated with gradients; none if nothing is trained.
         self.learned = {n for n, row in self.updates.items() if any(x.has_gradient for x in row)}

@@ -49,10 +49,13 @@ def _leave_out_optimizer(auditor: _auditor.Auditor) -> None:
         return
     updates = [auditor.flow.labels(_dataflow.Update, var) for var in auditor.results]
     has_gradient = [any(x.has_gradient for x in row) for row in updates]
+    # They update an argument, or replace the one of the same key.
+    pairs = zip(updates, auditor.traced.replaced, strict=True)
+    are_state = [bool(row or numbers) for row, numbers in pairs]
     sums = lambda e: id(e) in auditor.statistics or e.primitive.name in REDUCES.difference(MATMULS)
     by_kind = [
         (True, _Sources(), has_gradient),
-        (False, _Sources(sums), _are_state(auditor, updates)),
+        (False, _Sources(sums), are_state),
     ]
     sources: set[tuple[Any, bool]] = set()
     for is_after, search, is_updated in by_kind:
@@ -64,15 +67,6 @@ def _leave_out_optimizer(auditor: _auditor.Auditor) -> None:
         if not finding.flops:
             note = f"{finding.check.id} at {finding.op.where} is not reported in the optimizer"
             auditor.notes[note] = None
-
-
-def _are_state(auditor: _auditor.Auditor, updates: list[Any]) -> list[bool]:
-    """Returns True for results that update an argument, or replace the one of the same key."""
-    traced = auditor.traced
-    keys = {leaf.path[2:] for leaf in traced.leaves} - {()}
-    paths = [path for path, _ in traced.results]
-    flags = [path in keys or path[1:] in keys for path in paths] + [True] * len(traced.written)
-    return [bool(row) or flag for row, flag in zip(updates, flags, strict=True)]
 
 
 class _Sources(_programs.Backward):

@@ -20,6 +20,7 @@ from jaxmp import _core, _programs
 from jaxmp._core import _compat
 from jaxmp._tools.audit._labels import FloatInput
 from jaxmp._tools.fixes._functions import positional_names
+from jaxmp._tools.report import _section
 from jaxmp.errors import AuditError
 from jaxmp.optim import _roles
 
@@ -47,6 +48,15 @@ class Traced:
     def jaxpr(self) -> Any:
         """The jaxpr without its constants."""
         return _compat.jaxpr_body(self.closed)[0]
+
+    @functools.cached_property
+    def replaced(self) -> list[set[int]]:
+        """For each result, the numbers of the arguments of the same key, or the written one."""
+        keys = [leaf.path[2:] for leaf in self.leaves]
+        numbers = _section.grouped(range(len(keys)), keys.__getitem__)
+        numbers.pop((), None)
+        own = [{*numbers.get(p, ()), *numbers.get(p[1:], ())} for p, _ in self.results]
+        return own + [{number} for number in self.written]
 
     @functools.cached_property
     def nnx_objects(self) -> tuple[Any, ...]:
