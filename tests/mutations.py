@@ -1582,6 +1582,11 @@ the audit takes a saturating cast for a choice of old values
 test_audit_steps.py::test_statistics_that_a_skipped_step_does_not_keep
 """,
     "jaxmp/_tools/audit/_check_state.py": r"""
+the audit reports perturbations of parameters in FP32
+- is_parameter and From(update.number, update.factor) in rounded
++ is_parameter
+test_audit_steps.py::test_16_bit_parameters_that_are_perturbed
+
 the fix of a loss scale names a train state that is not there
 - return traced.gradients_with(leaves[0]) if leaves else ""
 + return ""

@@ -96,6 +96,20 @@ def test_16_bit_parameters_without_masters(around, wrap):
     assert counts(step, W, X) == {}
 
 
+def test_16_bit_parameters_that_are_perturbed():
+    """As of sharpness-aware minimization, or in the inner step of a meta-gradient."""
+
+    def sam(w, x):
+        grads = jax.grad(loss)(w, x)
+        nearby = w + (0.05 * grads / jnp.linalg.norm(grads.astype(F32))).astype(w.dtype)
+        return jax.grad(loss)(nearby, x).astype(F32)
+
+    assert audit(sam, W, X).findings == ()
+    for step, w in ((sam, half(W)), (lambda w, x: sam(w.astype(BF16), x), W)):
+        (finding,) = audit(step, w, X).findings
+        assert (finding.check, finding.severity) == ("missing_master", "warning")
+
+
 def test_gradients_alone_update_nothing():
     for dtype in (BF16, F16):
         grads = lambda w, x, dtype=dtype: jax.grad(loss)(w, x, dtype)

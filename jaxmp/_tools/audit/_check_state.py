@@ -55,8 +55,8 @@ MISSING_LOSS_SCALE = _checks.Check(
 MISSING_MASTER = _checks.Check(
     id="missing_master",
     explanation="A training step adds its updates to 16-bit parameters, and no FP32 master stores"
-    " what rounding loses, or it rounds FP32 parameters itself."
-    ' A warning under a recipe with `master = "none"`.',
+    " what rounding loses, or it rounds FP32 parameters itself. A warning under a recipe with"
+    ' `master = "none"`, and for perturbed 16-bit parameters, of which it computes a gradient.',
     fix="tx = jaxmp.load_recipe('bf16_params').optimizer(tx)",
     includes_optimizer=True,
 )
@@ -78,6 +78,10 @@ _FIX_ROUNDED = (
     "    tx = jaxmp.optim.stochastic_rounding(tx)"
 )
 _FIX_INJECTED = "tx = optax.inject_hyperparams(optax.adam, hyperparam_dtype=jnp.float32)(1e-3)"
+_FIX_CAST = (
+    "Store FP32 parameters, and cast them inside the loss:\n"
+    "    loss_fn(jax.tree.map(lambda p: p.astype(jnp.{dtype}), params))"
+)
 FIX_NNX = "loss, grads = optimizer.value_and_grad(loss_fn)(model, batch)"
 _FIX_AVERAGE = (
     "Make the average in FP32, from the train state, the optimizer or the parameters:\n"
@@ -377,8 +381,7 @@ def check_masters(audit: _auditor.Auditor) -> Iterator[Finding]:
         "Store FP32 masters in the optimizer state, made from FP32 parameters:\n"
         "    tx = jaxmp.load_recipe('{recipe}').optimizer(tx)"
         if any(step.in_optimizer)
-        else "Store FP32 parameters, and cast them inside the loss:\n"
-        "    loss_fn(jax.tree.map(lambda p: p.astype(jnp.{dtype}), params))"
+        else _FIX_CAST
     )
     text = "are updated without FP32 masters: updates below {least} of a value are rounded away"
     yield from step.findings(MISSING_MASTER, updates, text, fix, severity=severity)
@@ -402,6 +405,23 @@ def check_rounded_masters(audit: _auditor.Auditor) -> Iterator[Finding]:
             message += " is FP32: updates below {least} of a value are rounded away."
             fix = "Add the updates in FP32:\n    params = optax.apply_updates(params, updates)"
             yield MISSING_MASTER.finding(_fill(message, dtype.name), fix, maker)
+
+
+@MISSING_MASTER.on(_checks.MATMUL)
+def check_perturbations(op: _checks.OpOccurrence, *_: Any) -> None:
+    """Reports 16-bit parameters that are perturbed by gradients, and read by a loss."""
+    flow, dtype = op.audit.flow, _checks.half_of(op.operands[:2])
+    is_16bit = lambda x: _checks.half_of([x]) or _labels.WAS_16_BITS in flow.of(x)
+    for update in flow.labels(Update, *op.operands[:2]) if dtype and op.is_forward else ():
+        rounded = flow.of_all(filter(is_16bit, update.op.operands))
+        is_parameter = op.audit.traced.roles()[update.number] != _roles.INPUT
+        if update.has_gradient and is_parameter and From(update.number, update.factor) in rounded:
+            message = (
+                "a loss reads 16-bit parameters that are perturbed by gradients: changes below"
+            )
+            texts = f"{message} {{least}} of a value are rounded away.", _FIX_CAST
+            texts = [_fill(text, str(dtype)) for text in texts]
+            update.op.add(MISSING_MASTER, *texts, severity=_checks.WARNING)
 
 
 @_check_ops.ACCUMULATOR_16BIT.on(_checks.PROGRAM)
