@@ -519,8 +519,13 @@ the search traces a teacher in a loss that does not differentiate it
 test_hints.py::test_the_teacher_of_a_student_in_float16_is_not_named
 
 a layer is a decision although its results feed other layers
--     if use & ~_programs.Use.PART == _programs.Use.RESULT:
+-     if use & ~_OF_NORM == _programs.Use.RESULT:
 +     if _programs.Use.RESULT in use:
+test_search.py::test_decisions_keep_their_sums_and_their_neighbours_are_rounded
+
+a result that the model divides by its norm is rounded
+- if use & ~_OF_NORM ==
++ if use ==
 test_search.py::test_decisions_keep_their_sums_and_their_neighbours_are_rounded
 
 a call that chooses another head has the decisions of the first one
@@ -1112,6 +1117,11 @@ a known value ignores the parameters of its operation
 test_masks.py::test_values_that_follow_from_shapes_are_those_of_jax
 """,
     "jaxmp/_programs/_uses.py": r"""
+one of several terms of each example is rounded
+- result.ndim <= int(equation.primitive.name in _LINEAR)
++ result.ndim == 0
+test_search.py::test_decisions_keep_their_sums_and_their_neighbours_are_rounded
+
 autocast rounds a sigmoid before its logarithm
 -             used[0] |= _MAGNIFIED
 +             pass

@@ -1,6 +1,7 @@
 """Results that models compare or return keep their FP32 sums, whatever their layers are called."""
 
 import re
+from types import SimpleNamespace
 
 import flax.linen as nn
 import jax
@@ -56,7 +57,10 @@ class Head(nn.Module):
             x, _ = nn.scan(step, length=2, **options)(Body(), x, None)
         else:
             x = body()(x)
-        return Decoder(name="decoder")(x)
+        z = Decoder(name="decoder")(x)
+        if self.transform == "norm":
+            return z / jnp.linalg.norm(z, axis=-1, keepdims=True)
+        return nn.softplus(z).sum(-1) - z[:, 0] if self.transform == "terms" else z
 
 
 class Hidden(nn.Module):
@@ -117,26 +121,20 @@ def linen(model):
 def nnx_model(kind):
     def make(recipe):
         graph, state = nnx.split(recipe.wrap(NnxHead(nnx.Rngs(0), kind)))
-        return Merged(graph), state
+        return SimpleNamespace(apply=lambda state, x: nnx.merge(graph, state)(x)), state
 
     return make
 
 
-class Merged:
-    """NNX model with the interface of a Linen one."""
-
-    def __init__(self, graph):
-        self.graph = graph
-
-    def apply(self, state, x):
-        return nnx.merge(self.graph, state)(x)
-
-
 MODELS = {
-    **{f"linen-{name}": linen(Head(name)) for name in ("", "remat", "scan")},
+    **{f"linen-{name}": linen(Head(name)) for name in ("", "remat", "scan", "norm", "terms")},
     **{f"linen-{cls.__name__}": linen(cls()) for cls in (Hidden, Tied, Routed)},
     **{f"nnx-{kind}": nnx_model(kind) for kind in ("head", "tied", "routed", "remat")},
 }
+
+
+def rounded(x):
+    return x.astype(jnp.bfloat16).astype(jnp.float32)
 
 
 def results(model, variables):
@@ -162,7 +160,7 @@ def test_decisions_keep_their_sums_and_their_neighbours_are_rounded(name):
 def test_decisions_pass_through_modules():
     model, variables = MODELS["linen-"](jaxmp.load_recipe("bf16"))
     z = model.apply(variables, X)
-    assert jnp.any(z != z.astype(jnp.bfloat16).astype(jnp.float32))
+    assert jnp.any(z != rounded(z))
 
 
 @pytest.mark.parametrize(
@@ -192,12 +190,10 @@ def test_xla_compiles_a_transposed_last_layer_on_a_cpu():
 
 @pytest.mark.parametrize("policy", ["o=bf16", "c=f32"])
 def test_a_rule_of_the_user_wins(policy):
-    recipe = jaxmp.load_recipe(
-        jaxmp.PolicyMap("bf16", [jaxmp.Rule("re:(decoder/output|gate)", policy)])
-    )
+    policies = jaxmp.PolicyMap("bf16", [jaxmp.Rule("re:(decoder/output|gate)", policy)])
     expected = "bfloat16" if policy == "o=bf16" else "float32"
     for name in ("linen-", "nnx-head"):
-        rows = results(*MODELS[name](recipe))
+        rows = results(*MODELS[name](jaxmp.load_recipe(policies)))
         assert {(row[1], row[3]) for row in rows if row[0] == CLASSES} == {(expected, expected)}
 
 
@@ -271,10 +267,6 @@ def test_a_value_that_is_also_a_carry_keeps_the_dtype_of_the_carry():
 
 
 def test_objects_that_a_call_changes_are_changed_once():
-    class Cache:
-        def __init__(self):
-            self.values = []
-
     class Writes(nnx.Module):
         def __init__(self, rngs):
             self.dense = nnx.Linear(WIDTH, CLASSES, rngs=rngs)
@@ -283,7 +275,7 @@ def test_objects_that_a_call_changes_are_changed_once():
             cache.values.append(x)
             return self.dense(x)
 
-    cache = Cache()
+    cache = SimpleNamespace(values=[])
     jaxmp.load_recipe("bf16").wrap(Writes(nnx.Rngs(0)))(X, cache)
     (value,) = cache.values
     assert isinstance(value, jax.Array) and not isinstance(value, jax.core.Tracer)
@@ -406,8 +398,7 @@ def test_a_model_that_cannot_be_traced_is_reported_with_its_fix():
             results = [model.apply(variables, X) for _ in range(5)]
         assert len(warned) == 1 and "Rule('output', 'o=f32')" in str(warned[0].message)
         assert len(calls) == 5 + 3  # Each of the first three calls is traced once more.
-        rounded = results[0].astype(jnp.bfloat16).astype(jnp.float32)
-        assert bool(jnp.all(rounded == results[0])) == (recipe == "bf16")
+        assert bool(jnp.all(rounded(results[0]) == results[0])) == (recipe == "bf16")
 
 
 def test_an_array_that_is_kept_from_the_search_is_named():
@@ -464,7 +455,7 @@ def test_modules_pass_the_fp32_results_of_own_layers_to_a_decision(is_wide):
         model, variables = linen(OwnRouter(is_wide))(jaxmp.load_recipe("bf16"))
         _, sown = model.apply({"params": variables["params"]}, X, mutable="intermediates")
     (z,) = sown["intermediates"]["logits"]
-    assert jnp.any(z != z.astype(jnp.bfloat16).astype(jnp.float32))
+    assert jnp.any(z != rounded(z))
 
 
 @pytest.mark.parametrize("recipe", ["bf16", "fp8"])
@@ -488,14 +479,8 @@ class Printed(nn.Module):
 
 def test_operations_without_results_are_no_obstacle():
     model, variables = linen(Printed())(jaxmp.load_recipe("bf16"))
-    wide = nn.log_softmax(X.astype(jnp.bfloat16).astype(jnp.float32) @ kernel_of(variables))
+    wide = nn.log_softmax(rounded(X) @ rounded(variables["params"]["output"]["kernel"]))
     np.testing.assert_allclose(model.apply(variables, X), wide, atol=1e-5)
-
-
-def kernel_of(variables):
-    """Returns the kernel of the output layer, rounded to bfloat16."""
-    kernel = variables["params"]["output"]["kernel"]
-    return kernel.astype(jnp.bfloat16).astype(jnp.float32)
 
 
 class Beside(nn.Module):
@@ -529,7 +514,7 @@ def test_a_decision_that_strict_promotion_rounds_is_named_and_the_fix_works(clas
     fixed = recipe.replace(policies=jaxmp.PolicyMap(recipe, rules)).wrap(exact)
     # Without a warning.
     np.testing.assert_array_equal(fixed.apply(variables, X), expected)
-    assert np.any(expected != expected.astype(jnp.bfloat16).astype(jnp.float32))
+    assert np.any(expected != rounded(expected))
 
 
 class CastRouter(nn.Module):
@@ -545,7 +530,6 @@ class CastRouter(nn.Module):
 
 
 def test_strict_promotion_accepts_a_router_with_explicit_casts():
-    variables = CastRouter().init(jax.random.key(0), X)
-    model = jaxmp.load_recipe("bf16").wrap(CastRouter())
+    model, variables = linen(CastRouter())(jaxmp.load_recipe("bf16"))
     jaxpr = jax.make_jaxpr(model.apply)(variables, X)  # Without a warning.
     assert re.search(rf"f32\[{len(X)},{CLASSES}\] = exp", str(jaxpr))

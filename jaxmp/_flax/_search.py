@@ -2,7 +2,7 @@
 
 The first call with arguments of these shapes is traced once more. In this trace each module labels
 its floating arguments and results by the primitive `name`, and `Uses` finds the labels whose values
-reach a softmax, an order or a loss, or are the results of the model and have no other use. Layers
+reach a softmax, an order or a loss, or are the results of the model, which no matmul reads. Layers
 return the FP32 sums of such results, and modules pass them on without a cast. Nor do they cast FP32
 arguments and parameters with such a use, or of which a sine, a solve or a difference is computed.
 
@@ -189,8 +189,7 @@ class ModelSearch:
             if not (labeling.casts and label in reached.multiplied and reasons[label] in _CHEAP)
         }
         # Other operands of a matmul by hand determine its dtype.
-        weak = labels.keys() & reached.multiplied
-        labels |= {label + _labels.WEAK: labels[label] for label in weak}
+        labels |= {x + _labels.WEAK: why for x, why in labels.items() if x in reached.multiplied}
         may_meet = reached.meets or not reached.fixed.isdisjoint(labels)
         may_meet = may_meet or not labeling.casts
         labels, error = _accepted(prepare, labels, reached.fixed) if may_meet else (labels, None)
@@ -358,6 +357,8 @@ _OF_MODEL = "its results are those of the model"
 _REFUSED = "JAX refuses 16 bits in an operation that reads this or another value"
 # Reasons for which an argument is not kept in FP32 if a matmul outside of layers reads it.
 _CHEAP = _OF_MODEL, *map(_programs.why_wide, (_programs.Use.LOSS, _programs.Use.PART))
+# Uses of a result that the model divides by its norm, or adds to another array.
+_OF_NORM = _programs.Use.PART | _programs.Use.SUMMED | _programs.Use.MAGNIFIED
 # Uses of a value that may be rounded. Matmuls on the results of layers are in 16 bits, also those
 # of distances, and a sum or product of a result is rounded as often as the residual stream.
 _ROUNDED = _programs.Use.RESULT | _programs.Use.MAGNIFIED | _programs.Use.SOLUTION
@@ -366,6 +367,6 @@ _ROUNDED_RESULT = _ROUNDED | _programs.Use.DISTANCE | _programs.Use.PART | _prog
 
 def _reason(use: _programs.Use, *, is_layer: bool) -> str:
     """Returns why a value is not rounded; "" if it is."""
-    if use & ~_programs.Use.PART == _programs.Use.RESULT:
+    if use & ~_OF_NORM == _programs.Use.RESULT:
         return _OF_MODEL
     return _programs.why_wide(use & ~(_ROUNDED_RESULT if is_layer else _ROUNDED))

@@ -192,7 +192,8 @@ class Uses(Backward):
     """Uses of the variables of one jaxpr, for those of its results; see `Use`.
 
     A factor, bias or mask passes all uses but `RESULT`, which only reaches the last layer, and not
-    the whole residual stream: it stops at sums and products of two arrays of the same size.
+    the whole residual stream: it stops at products of two arrays of the same size, and at sums of
+    those of several dimensions.
     """
 
     nothing = _NONE
@@ -339,9 +340,10 @@ class Uses(Backward):
 
     def _is_small(self, var: Any, equation: JaxprEqn) -> bool:
         result: Any = equation.outvars[0].aval
-        # The terms of a loss are scalars, and so is the sum of weights that divides it. Sizes of
-        # symbolic shapes can only be compared for equality.
-        is_known = result.ndim == 0 or is_literal(var) or var in self._broadcast
+        # Terms of a loss are scalars, or one of each example. The sum of weights that divides it is
+        # a scalar. Sizes of symbolic shapes can only be compared for equality.
+        is_term = result.ndim <= int(equation.primitive.name in _LINEAR)
+        is_known = is_term or is_literal(var) or var in self._broadcast
         return is_known or var.aval.size != result.size
 
 
