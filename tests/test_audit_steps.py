@@ -713,14 +713,17 @@ def test_the_fix_of_a_function_of_a_cast():
     assert audit(lambda x: eval(code_of(finding)), half(X)).ok
 
 
-def test_the_fix_of_a_softmax_inside_flax():
-    model = nn.MultiHeadDotProductAttention(2, dtype=BF16)
+ATTENDS = nn.Sequential([lambda x: nn.dot_product_attention(*3 * [x[:, None]])])
+
+
+@pytest.mark.parametrize("model", [nn.MultiHeadDotProductAttention(2, dtype=BF16), ATTENDS])
+def test_the_fix_of_a_softmax_inside_flax(model):
     variables = jax.eval_shape(model.init, jax.random.key(0), half(X))
-    (finding,) = audit(model.apply, variables, half(X), recipe="bf16").errors
+    scope = {"model": model, "jaxmp": jaxmp, "fn": lambda *args: scope["model"].apply(*args)}
+    (finding,) = audit(scope["fn"], variables, half(X), recipe="bf16").errors
     assert finding.check == "softmax_16bit"
-    scope = {"model": model, "jaxmp": jaxmp}
     exec(code_of(finding), scope)
-    assert audit(scope["model"].apply, variables, half(X), recipe="bf16").ok
+    assert audit(scope["fn"], variables, half(X), recipe="bf16").ok
 
 
 @pytest.mark.parametrize("count", [lambda: 2, lambda: lax.psum(1, "data")])

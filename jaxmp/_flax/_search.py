@@ -190,8 +190,7 @@ class ModelSearch:
         }
         # Other operands of a matmul by hand determine its dtype.
         labels |= {x + _labels.WEAK: why for x, why in labels.items() if x in reached.multiplied}
-        may_meet = reached.meets or not reached.fixed.isdisjoint(labels)
-        may_meet = may_meet or not labeling.casts
+        may_meet = reached.meets or not (labeling.casts and reached.fixed.isdisjoint(labels))
         labels, error = _accepted(prepare, labels, reached.fixed) if may_meet else (labels, None)
         if error is not None and is_strict:
             rounded = [label for label in reached.rounded if reasons[label] != _OF_MODEL]

@@ -342,9 +342,8 @@ class Uses(Backward):
         result: Any = equation.outvars[0].aval
         # Terms of a loss are scalars, or one of each example. The sum of weights that divides it is
         # a scalar. Sizes of symbolic shapes can only be compared for equality.
-        is_term = result.ndim <= int(equation.primitive.name in _LINEAR)
-        is_known = is_term or is_literal(var) or var in self._broadcast
-        return is_known or var.aval.size != result.size
+        is_term = result.ndim <= int(equation.primitive.name in _LINEAR) or is_literal(var)
+        return is_term or var in self._broadcast or var.aval.size != result.size
 
 
 def _is_linear(equation: JaxprEqn) -> bool:

@@ -326,7 +326,7 @@ def check_policy(op: OpOccurrence, matmul: _programs.Matmul, flops: int) -> None
         return
     names = " or ".join(sorted(dtype.name for dtype in allowed))
     message = f"{op.name} of {dtype.name}, but the policies require {names}."
-    fix = f"Remove casts by hand, and apply the policies:\n    {apply_code(op, op.audit.context)}"
+    fix = f"Remove casts by hand, and apply the policies:\n    {apply_code(op)}"
     op.add(OFF_POLICY_MATMUL, message, fix, flops=flops)
 
 
@@ -361,7 +361,7 @@ def _report_fp32(op: OpOccurrence, required: str, flops: int) -> None:
     own = op.audit.context.gradient_fix if is_second else _fix_rule(op) or fix_casts(op)
     # With it, autocast keeps FP32 operands.
     sentence = f"{_remove_precision(op)}, and apply" if precision else "Apply"
-    promoted, code = promotion_fix(op), apply_code(op, op.audit.context)
+    promoted, code = promotion_fix(op), apply_code(op)
     # A rule for the root would reach its own operations alone.
     path = op.rule_path
     has_rule = bool(required and path) and not promoted

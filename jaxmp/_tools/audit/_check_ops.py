@@ -92,8 +92,7 @@ def check_softmax(op: _checks.OpOccurrence, dtype: np.dtype) -> None:
     role, text = _role_of_exponential(op), f"have {_PRECISION[dtype.name]}."
     if role == "softmax":
         is_own = op.is_own_call or not op.location.names
-        applied = _origins.apply_code(op, op.audit.context)
-        fix = _origins.fix_operation(op, dtype.name) if is_own else applied
+        fix = _origins.fix_operation(op, dtype.name) if is_own else _origins.apply_code(op)
         op.add(SOFTMAX_16BIT, f"softmax in {dtype.name}: its probabilities {text}", fix)
     elif role == "log-sum-exp":
         message = f"log-sum-exp in {dtype.name}: log-probabilities {text}"
@@ -178,7 +177,7 @@ def check_root(op: _checks.OpOccurrence) -> None:
     message = f"{op.name} in {dtype.name}: {operand} has {limit}."
     fix = _origins.fix_operation(op, dtype.name, _origins.SUMS)
     if op.location.names and not _rewrite.in_fp32(op.expression):
-        fix = _origins.apply_code(op, op.audit.context)
+        fix = _origins.apply_code(op)
     op.add(NORM_16BIT, message, fix or _FIX_NORM)
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from jaxmp import _core, _programs
-from jaxmp._tools.audit import _auditor, _checks, _dataflow
+from jaxmp._tools.audit import _checks, _dataflow
 from jaxmp._tools.audit._checks import OpOccurrence
 from jaxmp._tools.fixes import _functions, _rewrite, _source
 
@@ -191,9 +191,14 @@ def is_in_flax(op: OpOccurrence, package: str = "flax") -> bool:
     return site is not None and f"/{package}/" in site[0].co_filename.replace("\\", "/")
 
 
-def apply_code(op: OpOccurrence, context: _auditor.PolicyContext) -> str:
-    """Returns code that applies the policies to an operation: to a model of Flax, or a function."""
-    return context.wrap_code if op.is_within("/flax/") else context.autocast_code
+def apply_code(op: OpOccurrence) -> str:
+    """Returns code that applies the policies to an operation: to a model of Flax, or a function.
+
+    `wrap` does not reach the functions of Flax that the user's code calls.
+    """
+    function, _ = _rewrite.known_function(op.expression)
+    is_of_layer = op.is_within("/flax/") and not function.startswith("flax.")
+    return op.audit.context.wrap_code if is_of_layer else op.audit.context.autocast_code
 
 
 def _fix_layer(sentence: str, op: OpOccurrence, own: _source.Expression) -> str:
