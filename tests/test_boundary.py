@@ -375,10 +375,31 @@ class OuterNnx(nnx.Module):
 
 
 def _notes(call):
-    with pytest.raises((TypeError, NotImplementedError)) as caught:
+    with pytest.raises((AssertionError, TypeError, NotImplementedError)) as caught:
         call()
     (note,) = (note for note in caught.value.__notes__ if note.startswith("jaxmp: "))
     return note
+
+
+class Asserting(nn.Module):
+    dtype: str = "float32"
+
+    @nn.compact
+    def __call__(self, x):
+        assert x.dtype == self.dtype
+        return nn.Dense(32)(x)
+
+
+def test_an_asserted_dtype_is_explained_and_the_fixes_work():
+    x = jnp.ones((2, 4))
+    params = Outer(Asserting()).init(jax.random.key(0), x)
+    run = lambda policy, **dtype: (
+        jaxmp.load_recipe(policy).wrap(Outer(Asserting(**dtype))).apply(params, x)
+    )
+    note = _notes(lambda: run(BF16))
+    assert "dtype=jnp.bfloat16" in note and "Rule('inner/**', 'c=f32')" in note
+    run(BF16, dtype="bfloat16")
+    run(jaxmp.PolicyMap(BF16, [jaxmp.Rule("inner/**", "c=f32")]))
 
 
 def test_a_float32_carry_is_explained_and_the_fixes_work():

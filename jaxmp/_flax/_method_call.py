@@ -14,6 +14,7 @@ import functools
 import itertools
 import re
 import threading
+import traceback
 from collections.abc import Callable, Iterator
 from typing import Any, TypeAlias
 
@@ -91,7 +92,7 @@ class MethodCall:
         with scope or contextlib.nullcontext(), self._running():
             try:
                 out = call(*args, **kwargs)
-            except (TypeError, ValueError, NotImplementedError) as error:
+            except (AssertionError, TypeError, ValueError, NotImplementedError) as error:
                 explain_mismatch(error, module_policy, "" if self.is_forward else self.method)
                 raise
             if _explain.is_recording() and self.at_boundary:
@@ -234,10 +235,11 @@ def lacks_16bit_form(error: Exception) -> bool:
 def explain_mismatch(
     error: Exception, module_policy: _casts.ModulePolicy, method: str = ""
 ) -> None:
-    """Adds a note to an error of JAX that a module under a policy raises.
+    """Adds a note to an error that a module under a policy raises.
 
     It contains the module and the fixes, if two dtypes do not match, if an operation such as `lu`
-    or `rfft` has no 16-bit form, or if something has kept an array of the search of a model.
+    or `rfft` has no 16-bit form, if the module asserts another dtype, or if something has kept an
+    array of the search of a model.
 
     Args:
       error: raised by a method of the module.
@@ -250,8 +252,11 @@ def explain_mismatch(
         if _programs.trace.__code__.co_filename in text and not has_note:
             error.add_note(_KEPT)
         return
-    is_refused = lacks_16bit_form(error)
+    is_refused, is_assertion = lacks_16bit_form(error), isinstance(error, AssertionError)
     concerns = policy.compute_dtype.name in text and ("float32" in text or is_refused)
+    if is_assertion:
+        line = traceback.extract_tb(error.__traceback__)[-1].line or ""
+        concerns = concerns or "dtype" in f"{text}{line}"
     if not (_core.is_16bit(policy.compute_dtype) and concerns) or has_note:
         return
     name = module_policy.resolved.path
@@ -261,6 +266,12 @@ def explain_mismatch(
             "JAX has no 16-bit form of the operation. Convert its operand in the module: "
             "x.astype(jnp.float32). If it is a parameter or an argument of the module, compute the "
             f"module, without the modules below it, in float32: Rule({name!r}, 'c=f32')."
+        )
+    elif is_assertion:
+        fix = (
+            "If the module has an argument for its dtype, give it that of the policy: "
+            f"dtype=jnp.{policy.compute_dtype}. Or compute this module in float32: "
+            f"Rule({subtree!r}, 'c=f32')."
         )
     elif method:
         fix = (
