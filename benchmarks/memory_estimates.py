@@ -8,7 +8,7 @@
 Each row is a training step with AdamW and donated state: of a foreign model of `transformers` at
 the width of its smallest published form, with fewer layers, of examples/gpt.py, or of a small model
 of this file, whose programs are unlike those: convolutions, a U-Net, an autoencoder, a mixer,
-two towers, a recurrent net, and microbatches. With remat, the
+two towers, a recurrent net, mixtures of experts, a GAN, and microbatches. With remat, the
 results of matmuls are kept and everything else is computed again (in examples/gpt.py, all but the
 input of each block). On several devices, parameters and optimizer state are split (FSDP), and the
 results of modules like the batch; the models of tensor_parallel.py have an axis "model" of up to
@@ -25,6 +25,7 @@ Columns, per device:
 """
 
 import argparse
+import functools
 import itertools
 import json
 import math
@@ -228,6 +229,73 @@ class Recurrent(nn.Module):
         return (nn.Dense(32_000, use_bias=False)(x),)
 
 
+class Experts(nn.Module):
+    """A layer of eight experts, of which each token uses two: by `ragged_dot`, or by masks."""
+
+    is_ragged: bool
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Returns the sum of the results of two experts for each token of x."""
+        init = nn.initializers.lecun_normal(batch_axis=0)
+        up = self.param("up", init, (8, x.shape[-1], 4 * x.shape[-1])).astype(x.dtype)
+        down = self.param("down", init, (8, 4 * x.shape[-1], x.shape[-1])).astype(x.dtype)
+        gates = jax.nn.softmax(nn.Dense(8)(x).astype(jnp.float32))
+        weights, chosen = jax.lax.top_k(gates, 2)
+        if self.is_ragged:
+            order = jnp.argsort(chosen.reshape(-1))
+            sizes = jnp.bincount(chosen.reshape(-1), length=8)
+            rows = x.reshape(-1, x.shape[-1])[order // 2]
+            rows = jax.lax.ragged_dot(nn.gelu(jax.lax.ragged_dot(rows, up, sizes)), down, sizes)
+            y = jnp.zeros_like(rows).at[order].set(rows).reshape(*chosen.shape, -1)
+            return (y * weights[..., None].astype(y.dtype)).sum(-2)
+        slots = x.shape[1] * 5 // 16  # a quarter more than each expert has on average
+        is_chosen = jax.nn.one_hot(chosen, 8)
+        place = jnp.cumsum(is_chosen.reshape(len(x), -1, 8), 1).reshape(is_chosen.shape) * is_chosen
+        masks = jnp.einsum("btk,btkes->btes", weights, jax.nn.one_hot(place - 1, slots))
+        rows = jnp.einsum("btes,btd->besd", (masks > 0).astype(x.dtype), x)
+        rows = jnp.einsum("besf,efd->besd", nn.gelu(jnp.einsum("besd,edf->besf", rows, up)), down)
+        return jnp.einsum("btes,besd->btd", masks.astype(x.dtype), rows)
+
+
+class MixtureOfExperts(nn.Module):
+    """Two blocks of attention and experts."""
+
+    is_ragged: bool
+
+    @nn.compact
+    def __call__(self, tokens: jax.Array) -> tuple[jax.Array]:
+        x = nn.Embed(16_000, 512)(tokens)
+        for _ in range(2):
+            y = nn.LayerNorm()(x)
+            x = x + nn.MultiHeadDotProductAttention(8)(y, mask=nn.make_causal_mask(tokens))
+            x = x + Experts(self.is_ragged)(nn.LayerNorm()(x))
+        return (nn.Dense(16_000, use_bias=False)(x),)
+
+
+class Generator(nn.Module):
+    """Images of 64 x 64 pixels from noise."""
+
+    @nn.compact
+    def __call__(self, noise: jax.Array) -> jax.Array:
+        """Returns images."""
+        x = nn.Dense(4 * 4 * 512)(noise).reshape(-1, 4, 4, 512)
+        for width in (256, 128, 64):
+            x = nn.relu(nn.GroupNorm(16)(nn.ConvTranspose(width, (4, 4), strides=(2, 2))(x)))
+        return jnp.tanh(nn.ConvTranspose(3, (4, 4), strides=(2, 2))(x))
+
+
+class Discriminator(nn.Module):
+    """One logit for each image."""
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Returns logits."""
+        for width in (64, 128, 256, 512):
+            x = nn.leaky_relu(nn.Conv(width, (5, 5), strides=2)(x), 0.2)
+        return nn.Dense(1)(x.reshape(len(x), -1))
+
+
 OWN: dict[str, ForeignModel] = {
     "convolutions": (lambda _: Convolutions(), None, images(32, 128, 128, 3), lambda x: (x,)),
     "unet": (lambda _: UNet(), None, images(16, 128, 128, 3), lambda x: (x,)),
@@ -235,6 +303,8 @@ OWN: dict[str, ForeignModel] = {
     "mixer": (lambda _: Mixer(), None, images(64, 224, 224, 3), lambda x: (x,)),
     "towers": (lambda _: Towers(), None, ids(4096, 2), lambda x: (x,)),
     "recurrent": (lambda _: Recurrent(), None, ids(32, 128), lambda x: (x,)),
+    "experts, ragged": (lambda _: MixtureOfExperts(True), None, ids(8, 512), lambda x: (x,)),
+    "experts, masks": (lambda _: MixtureOfExperts(False), None, ids(8, 512), lambda x: (x,)),
 }
 
 
@@ -281,6 +351,45 @@ def foreign_step(
         run = state.value_and_grad(loss, has_aux=True, microbatches=microbatches)
         (value, stats), grads = run(inputs, state.batch_stats)
         return state.apply_gradients(grads=grads, batch_stats=stats), value
+
+    return jax.jit(train_step, donate_argnums=0), jax.eval_shape(create), batch
+
+
+def gan_step(loaded: jaxmp.Recipe, remat: bool) -> tuple[Any, ...]:
+    """Returns the step of two networks, of which the first is trained after the second."""
+    generator, judge = loaded.wrap(Generator()), loaded.wrap(Discriminator())
+    batch = images(64, 64, 64, 3)
+
+    def create() -> tuple[jaxmp.TrainState, ...]:
+        rows = (generator, jnp.zeros((64, 128))), (judge, jnp.zeros(batch.shape))
+        return tuple(
+            jaxmp.TrainState.create(
+                apply_fn=model.apply,
+                params=model.init(jax.random.key(0), x),
+                tx=loaded.optimizer(optax.adamw(1e-4)),
+            )
+            for model, x in rows
+        )
+
+    def judged(params: Any, x: jax.Array) -> jax.Array:
+        return judge.apply(params, x).astype(jnp.float32)
+
+    def loss_of_judge(params: Any, others: Any, x: jax.Array, noise: jax.Array) -> jax.Array:
+        made = jax.lax.stop_gradient(generator.apply(others, noise))
+        return (jax.nn.softplus(-judged(params, x)) + jax.nn.softplus(judged(params, made))).mean()
+
+    def loss_of_generator(params: Any, others: Any, noise: jax.Array) -> jax.Array:
+        return jax.nn.softplus(-judged(others, generator.apply(params, noise))).mean()
+
+    saved = functools.partial(tensor_parallel.saved, remat=remat)
+
+    def train_step(states: Any, x: jax.Array) -> Any:
+        first, second = states
+        noise = x.reshape(64, -1)[:, :128]
+        value, grads = second.value_and_grad(saved(loss_of_judge))(first.params, x, noise)
+        second = second.apply_gradients(grads=grads)
+        _, grads = first.value_and_grad(saved(loss_of_generator))(second.params, noise)
+        return (first.apply_gradients(grads=grads), second), value
 
     return jax.jit(train_step, donate_argnums=0), jax.eval_shape(create), batch
 
@@ -336,6 +445,7 @@ MAKERS: dict[str, Callable[[str, bool], tuple[Any, ...]]] = {
         name: lambda recipe, remat, row=row: foreign_step(row, jaxmp.load_recipe(recipe), remat)
         for name, row in (FOREIGN | OWN).items()
     },
+    "gan": lambda recipe, remat: gan_step(jaxmp.load_recipe(recipe), remat),
     "llama, 4 microbatches": lambda recipe, remat: foreign_step(
         FOREIGN["llama"], jaxmp.load_recipe(recipe), remat, microbatches=4
     ),

@@ -70,6 +70,8 @@ def test_the_recipe_is_that_of_a_gpu_that_jax_does_not_use():
     report = report_of(gpu("Tesla V100-SXM2-32GB", None)._replace(platform="cpu"))
     assert (report.target, report.recipe) == ("v100", "fp16")
     assert "not in bfloat16" in report.reason
+    # It has no Tensor Cores.
+    assert report_of(gpu("Tesla P100-PCIE-16GB", (6, 0))).recipe == "fp32"
     # The chip multiplies other formats of FP8.
     assert "float8_e4m3fn" in report_of(gpu("AMD Instinct MI300X", None)).reason
 

@@ -96,6 +96,9 @@ def test_residuals_and_remat():
     with_remat, without = (temporary(jax.grad(loss(f))) for f in (jax.checkpoint(layer), layer))
     assert with_remat < 0.75 * without
     assert temporary(squares) <= 3 * array
+    # Two passes through one network may overlap.
+    passes = lambda params, x: [jax.grad(squares)(params, y) for y in (x, 2 * x)]
+    assert 1.2 * saved.temporary < temporary(passes) < 1.5 * saved.temporary
 
 
 def test_recomputed_arrays_do_not_all_exist_at_once():
@@ -108,8 +111,8 @@ def test_recomputed_arrays_do_not_all_exist_at_once():
         return jnp.sum(x)
 
     estimate = jaxmp.estimate_memory(jax.grad(loss), PARAMS, ROWS)
-    # The results of 8 matmuls are kept; of those of gelu, one at a time is computed again.
-    assert 8 * rows <= estimate.temporary <= 11 * rows
+    # The results of 8 matmuls are kept; of those of gelu, most are computed again one at a time.
+    assert 8 * rows <= estimate.temporary <= 12 * rows
 
 
 def test_a_gradient_exists_until_its_update_unless_the_norm_of_all_is_needed():
@@ -142,9 +145,7 @@ def test_masked_attention_of_flax_has_an_estimate():
 
 
 def test_shards_are_counted_on_one_device():
-    mesh = AbstractMesh((4,), ("data",), axis_types=(AxisType.Auto,))
-    rows = NamedSharding(mesh, P("data"))
-    shard = lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=rows)
+    shard = lambda leaf: on_mesh({"data": 4}, leaf.shape, "data")
     whole = jaxmp.estimate_memory(jax.grad(squares), PARAMS, ROWS)
     quarter = jaxmp.estimate_memory(jax.grad(squares), [*map(shard, PARAMS)], shard(ROWS))
     assert {kind: 4 * size for kind, size in quarter.kinds.items()} == whole.kinds
@@ -190,6 +191,8 @@ def test_matmuls_pass_the_axes_of_tensor_parallelism():
     # With FSDP along the same axis as the batch, no axis is passed.
     fsdp = estimate(8192, 4, 1, spec=("data",))
     assert fsdp.temporary < whole / 3 and fsdp.least < fsdp.most <= 2 * fsdp.least + 2**25
+    # Without a constraint, XLA may divide the rows otherwise.
+    assert fsdp.unknown == ("arrays without sharding constraints",)
 
 
 def test_loops_reshapes_and_constraints_pass_the_axes_too():
@@ -218,6 +221,7 @@ def test_loops_reshapes_and_constraints_pass_the_axes_too():
     )
     assert temporary(jax.grad(sharded()), up, x) > 0.8 * all_of_it
     assert temporary(jax.grad(sharded("data", P.UNCONSTRAINED)), up, x) == parts
+    assert not jaxmp.estimate_memory(sharded("data"), place((64, 1024), "data"), x).unknown
 
 
 def test_gradients_are_whole_before_they_are_summed_over_the_batch():
@@ -303,13 +307,26 @@ def test_transposed_convolutions_write_their_operand_with_zeros():
     assert required(jax.grad(upsample), reverse=True) == operands
 
 
+def test_matmuls_read_zeros_and_products_with_vectors_no_operands():
+    array = lambda *shape: ShapeDtypeStruct(shape, jnp.float32)
+    step = lambda x, kernel: jax.lax.conv_general_dilated(x, kernel, (2, 2), ((0, 1), (1, 1)))
+    # Zeros at one end of the rows.
+    assert temporary(step, array(2, 8, 32, 32), array(8, 8, 3, 3)) == 4 * 2 * 8 * 33 * 34
+    # The rows of 4 groups, and the transposed ones.
+    sizes = ShapeDtypeStruct((4,), jnp.int32)
+    assert temporary(jax.lax.ragged_dot, ROWS, array(4, 256, 8), sizes) == 2 * 4 * size_of(ROWS)
+    step = lambda x: jnp.einsum("bkf,bk->bf", jax.nn.one_hot(x.astype(int), 1024), x)
+    assert temporary(step, array(256, 8)) == 0
+
+
 @pytest.mark.parametrize(("function", "arrays"), [(jnp.tanh, 2), (jnp.exp, 1)])
 def test_a_long_operation_is_computed_once(function, arrays):
     def forward(params, x):
         y = function(x)
         return (y + 1) @ params[0], (2 * y) @ params[1]
 
-    assert jaxmp.estimate_memory(forward, PARAMS, ROWS).temporary == arrays * size_of(ROWS)
+    # The operands of both matmuls may exist at once.
+    assert arrays <= temporary(forward) / size_of(ROWS) < arrays + 0.2
 
 
 def test_sums_are_written_and_their_terms_freed_in_a_network_without_gradients():

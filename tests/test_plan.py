@@ -4,6 +4,7 @@ import dataclasses
 import json
 import re
 import types
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -127,9 +128,10 @@ def make_unscaled(recipe):
 
 def test_a_program_without_a_loss_scale_is_not_recommended():
     with pytest.warns(RecipeWarning, match="without a loss scale"):
-        report = jaxmp.plan(make_unscaled, recipes=["fp16", "fp32"], targets=["v100"])
-    assert report.choices[0].recipe == "fp32"
-    assert report.rows[0].warning in report.choices[0].reason
+        warnings.simplefilter("default")  # shows a warning once
+        report = jaxmp.plan(make_unscaled, recipes=["fp16", "fp32"], targets=["v100", "t4"])
+    for choice, row in zip(report.choices, report.rows[::2], strict=True):
+        assert choice.recipe == "fp32" and row.warning and row.warning in choice.reason
 
 
 def test_equal_remarks_are_one_row_and_a_chip_without_a_program_comes_first():
@@ -549,13 +551,16 @@ def test_a_recipe_that_a_chip_lacks_is_named():
         if recipe.name == "bf16":
             return make_step(recipe)
         of_fp8 = lambda x, w: dot(x, w, (((1,), (0,)), ((), ())))
-        x = jax.ShapeDtypeStruct((64, 64), jnp.bfloat16)
+        is_wide = recipe.name == "bf16_params"
+        x = jax.ShapeDtypeStruct((64, 64), jnp.float32 if is_wide else jnp.bfloat16)
         return of_fp8 if recipe.name == "fp8" else jnp.dot, x, x
 
-    report = jaxmp.plan(make, recipes=["bf16", "fp8", "fp16"], targets=["a100"], cache=None)
+    recipes = ["bf16", "fp8", "fp16", "bf16_params"]
+    report = jaxmp.plan(make, recipes=recipes, targets=["a100"], cache=None)
     assert "load_recipe('bf16')" in report.rows[1].lacking and report.rows[1].bound < 1
     # Nor is a program recommended that does not follow its recipe.
     assert "bfloat16, but the policies require float16" in report.rows[2].warning
+    assert "float32, but the policies require bfloat16" in report.rows[3].warning
     assert report.choices[0].recipe == "bf16"
 
 
@@ -563,7 +568,7 @@ def test_a_recipe_that_a_chip_lacks_is_named():
 def test_without_a_network_or_equal_hosts_the_memory_is_known_and_the_bound_is_not():
     devices = jax.sharding.Mesh(jax.devices()[:4], "data")
     rows = jax.sharding.NamedSharding(devices, jax.sharding.PartitionSpec("data"))
-    x = jax.ShapeDtypeStruct((512, 512), jnp.float32, sharding=rows)
+    x = jax.ShapeDtypeStruct((512, 512), jnp.bfloat16, sharding=rows)
     make = lambda recipe: (jax.jit(lambda x: x @ x), x)
     chip = {"like": "h100", "name": "pairs", "domain": 2, "network": 0}
     for options, problem in (

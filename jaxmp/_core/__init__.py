@@ -20,10 +20,10 @@ from jaxmp._core._shardings import (
     sampled, shardings_by_path,
 )
 from jaxmp._core._targets import (
-    BFLOAT16_MATMULS, FP8_MATMULS, FUSED_ATTENTION, LARGE_ATTENTION_HEADS, MX_MATMULS, Capability,
-    Target, TargetLike, capability_text, default_target, differences, get_target, is_between,
-    possible_targets, share_variable, target_memory, targets, unsupported_gpu, usable_share,
-    with_links,
+    BFLOAT16_MATMULS, FP8_MATMULS, FUSED_ATTENTION, LARGE_ATTENTION_HEADS, MX_MATMULS, TENSOR_CORES,
+    Capability, Target, TargetLike, capability_text, default_target, differences, get_target,
+    is_between, possible_targets, share_variable, target_memory, targets, unsupported_gpu,
+    usable_share, with_links,
 )
 from jaxmp._core._trees import (
     BATCH_STATS, PARAMS, HiddenKey, Path, all_finite, are_alike, as_tuple, canonical, cast,

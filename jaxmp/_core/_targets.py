@@ -19,8 +19,9 @@ from jaxmp.errors import TargetError
 
 Capability: TypeAlias = tuple[int, int]
 
-# From NVIDIA's documentation of CUDA and cuDNN. 7.5 is the T4, 8.0 the A100, 8.6 the RTX 3090, 8.9
-# the L4, L40S and RTX 4090, 9.0 the H100 and 10.0 the B200.
+# From NVIDIA's documentation of CUDA and cuDNN. 6.0 is the P100, 7.0 the V100, 7.5 the T4, 8.0 the
+# A100, 8.6 the RTX 3090, 8.9 the L4, L40S and RTX 4090, 9.0 the H100 and 10.0 the B200.
+TENSOR_CORES: Capability = (7, 0)
 BFLOAT16_MATMULS: Capability = (8, 0)
 FUSED_ATTENTION: Capability = (8, 0)
 FP8_MATMULS: Capability = (8, 9)

@@ -14,6 +14,7 @@ from jax import lax
 from jax.sharding import NamedSharding
 
 from jaxmp._core import as_tuple
+from jaxmp._programs._jaxprs import array_aval
 
 # First part of the name of an algorithm -> the dtype of its operands.
 _ROUNDED = {"BF16": jnp.dtype(jnp.bfloat16), "F16": jnp.dtype(jnp.float16)}
@@ -38,22 +39,29 @@ def dot_of(equation: Any) -> Dot:
     return Dot(*equation.params["dimension_numbers"])
 
 
-def upsampled_shape(equation: Any) -> tuple[int, ...] | None:
-    """Returns the shape of the operand of a transposed convolution, with the zeros inside.
+def padded_shapes(equation: Any) -> list[tuple[int, ...]]:
+    """Returns the shapes of the first operands of a matmul with zeros that XLA writes into them.
 
-    It is None for other operations, also for the gradient of a kernel, whose result is smaller.
+    cuDNN pads both ends of an axis alike, and puts no zeros between elements. One matmul multiplies
+    all groups of a `ragged_dot`, for each of which the other rows are zeros. The list is empty for
+    other operations, also for the gradient of the kernel of a transposed convolution.
     """
-    if equation.primitive.name != "conv_general_dilated":
-        return None
-    params, before = equation.params, equation.invars[0].aval.shape
+    if equation.primitive.name not in ("conv_general_dilated", "ragged_dot_general"):
+        return []
+    params, shapes = equation.params, [array_aval(var).shape for var in equation.invars]
+    if "ragged_dot_dimension_numbers" in params:
+        has_groups = params["ragged_dot_dimension_numbers"].rhs_group_dimensions
+        return [(*shapes[2], *shape) for shape in shapes[: 1 if has_groups else 2]]
     operand, _, result = params["dimension_numbers"]
-    shape = list(before)
-    rows = zip(operand[2:], params["lhs_dilation"], params["padding"], strict=True)
-    for axis, step, padding in rows:
-        shape[axis] = (shape[axis] - 1) * step + 1 + sum(padding)
-    after = equation.outvars[0].aval.shape
-    is_larger = math.prod(after[n] for n in result[2:]) > math.prod(before[n] for n in operand[2:])
-    return tuple(shape) if is_larger else None
+    padded, is_padded = list(shapes[0]), False
+    steps = params["lhs_dilation"], params["rhs_dilation"], params["padding"]
+    for n, axis, step, skipped, (low, high) in zip(result[2:], operand[2:], *steps, strict=True):
+        # A stride, by which the gradient of a kernel dilates the other operand, may leave out
+        # elements at the upper end.
+        is_padded |= step == 1 and not high <= low < high + skipped
+        is_padded |= array_aval(equation.outvars[0]).shape[n] > padded[axis]
+        padded[axis] = (padded[axis] - 1) * step + 1 + low + high
+    return [tuple(padded)] if is_padded else []
 
 
 class Arithmetic(NamedTuple):

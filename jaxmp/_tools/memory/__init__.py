@@ -64,7 +64,8 @@ class MemoryEstimate(Report):
         if it was compiled.
       compiler: the compiler, such as "jaxlib 0.12.0"; "" if the temporary memory is estimated.
       reason: why the program was not compiled; "" if it was.
-      unknown: operations that contain functions, whose memory the estimate does not count.
+      unknown: what the estimate does not count, or not as a whole: operations that contain
+        functions, and arrays without sharding constraints beside parameters in FSDP.
 
     Example:
       >>> step = lambda w, x: jax.grad(lambda w: jnp.sum(x @ w))(w)
@@ -149,16 +150,14 @@ class MemoryEstimate(Report):
         size = f"{text(self.most)} (compiled by {self.compiler})"
         if not self.compiler:
             size = f"{text(self.least)} to {text(self.most)} (estimated)"
-            ranges = (ERRORS[devices] for devices in ("one", "several"))
-            single, several = (f"{each['inside']} of {each['programs']}" for each in ranges)
-            fits += f" The arguments are exact; the range of the rest contains {single} programs"
+            one, several = (f"{each['inside']} of {each['programs']}" for each in ERRORS.values())
+            fits += f" The arguments are exact; the range of the rest contains {one} programs"
             fits += f" that were compiled for one device, and {several} for several."
             fits += f" Not compiled: {self.reason}."
         if self.unknown:
-            fits = f"The memory inside of {', '.join(self.unknown)} is not counted. {fits}"
+            fits = f"Not all memory of {', '.join(self.unknown)} is counted. {fits}"
         mood = "bad" if self.fits is False else "good" if self.fits else ""
-        title = f"Memory of {self.function or 'the step'}: {size}"
-        return _section.Section(title, fits, mood=mood)
+        return _section.Section(f"Memory of {self.function or 'the step'}: {size}", fits, mood=mood)
 
 
 def estimate_memory(
@@ -306,5 +305,5 @@ def _estimated(
     kinds = state + Counter(temporary=temporary, results=results)
     error = ERRORS["several" if any(each.parts > 1 for each in arguments) else "one"]
     least, most = (state.total() + results + int(temporary * error[end]) for end in ("low", "high"))
-    unknown = tuple(sorted(liveness.unknown))
-    return {"kinds": kinds, "least": least, "most": most, "unknown": unknown, "reason": reason}
+    fields = {"kinds": kinds, "least": least, "most": most, "reason": reason}
+    return fields | {"unknown": tuple(sorted(liveness.unknown))}

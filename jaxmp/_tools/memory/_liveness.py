@@ -13,7 +13,6 @@ from __future__ import annotations
 import collections
 import copy
 import dataclasses
-import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeAlias
@@ -40,14 +39,13 @@ _VIEWS = named(
 _PLACEMENTS = ("reshard", "sharding_constraint")
 # Prefixes of the primitives that are kernels: those that compute their operands themselves, and
 # collectives.
-_COMPUTES = ("reduce", "arg", "scatter", "cum", "dynamic_update_slice", "concatenate")
-_KERNELS = (*_COMPUTES, "all_", "ppermute", "psum")
+_KERNELS = ("reduce", "arg", "scatter", "cum", "dynamic_update_slice", "concatenate", "dot_general")
+_KERNELS += ("all_", "ppermute", "psum")
 # Operations of many instructions, which no second kernel computes again. XLA would compute `exp`
 # and `logistic` again.
 _LONG = ("tanh", "erf", "erfc")
 # Nor does a second kernel compute an array again for which it reads this multiple of its bytes.
 _LARGER = 1.5
-_SUMS = ("add", "add_any")
 # Primitives besides matmuls with one result that libraries compute, which read their operands from
 # memory.
 _LIBRARY = ("cholesky", "custom_call", "fft", "pallas_call", "sort", "triangular_solve")
@@ -91,7 +89,7 @@ class _Array:
     axes: Axes
     sources: Sequence[_Array] | None = None
     name: str = ""
-    first_reader: int = -1
+    first_reader: int = 2**63  # none
     is_scattered: bool = False
 
 
@@ -102,6 +100,7 @@ class _Kernel(NamedTuple):
     writes: list[_Array]
     is_library: bool = False
     inside: int = 0  # bytes that the jaxprs inside require
+    after: frozenset[_Array] = frozenset()  # other arrays that exist before
 
 
 class Liveness(_programs.Forward):
@@ -118,6 +117,8 @@ class Liveness(_programs.Forward):
     def __init__(self, arguments: Sequence[ShardedArgument]) -> None:
         super().__init__()
         self._kernels: list[_Kernel] = []
+        # Operands of the function that is computed again, which a barrier keeps together.
+        self._barrier = frozenset[_Array]()
         parameters, inputs = (
             [each for each in arguments if each.kind == kind] for kind in ("parameters", "inputs")
         )
@@ -127,10 +128,14 @@ class Liveness(_programs.Forward):
         self._parameters = {each.array.size: each.parts for each in parameters}
         self._batch = max((each.parts for each in inputs), default=1)
         of_inputs = _NO_AXES.union(*(_axes_of(each.sharding) for each in inputs))
-        self._axes = _NO_AXES.union(*(_axes_of(each.sharding) for each in parameters)) - of_inputs
+        of_parameters = _NO_AXES.union(*(_axes_of(each.sharding) for each in parameters))
+        auto = _NO_AXES.union(*(each.mesh.auto_axes for each in shardings))
+        self._axes, self._shared = of_parameters - of_inputs, of_parameters & of_inputs & auto
         self._arguments = [
             _Array(each.bytes, _axes_of(each.sharding) & self._axes) for each in arguments
         ]
+        # Array, shape -> the same with zeros.
+        self._padded = dict[tuple[_Array, tuple[int, ...]], _Array]()
         # Stacked result of an unrolled loop -> its rows.
         self._rows = dict[_Array, list[_Array]]()
         # Shape -> the axes of the last array of this shape.
@@ -138,9 +143,12 @@ class Liveness(_programs.Forward):
 
     def measure(self, jaxpr: Any) -> tuple[int, int]:
         """Returns the most bytes of temporary arrays that exist at once, and those of results."""
+        # XLA may divide arrays along their features, as FSDP does parameters, and gather the batch.
+        if self._shared and not {"sharding_constraint", "shard_map"} & _programs.primitives(jaxpr):
+            self.unknown.add("arrays without sharding constraints")
         results = self.run(jaxpr, self._arguments)
         rows = zip(_compat.jaxpr_body(jaxpr)[0].outvars, results, strict=True)
-        return self._peak(results), sum(self._size(var.aval, each.axes) for var, each in rows)
+        return self._required(results), sum(self._size(var.aval, each.axes) for var, each in rows)
 
     def equation(self, equation: Any, operands: list[Any], frame: Any) -> list[Any]:
         """Adds the kernel of an operation, if it has one, and returns its results."""
@@ -152,8 +160,7 @@ class Liveness(_programs.Forward):
             return self._unrolled(equation, inside[0], operands)
         is_apart = any(inner.form is Form.BRANCH or inner.is_loop for inner in inside)
         if inside and not is_apart:
-            analysis = self._on_shards() if inside[0].form is Form.SHARDS else self
-            return analysis.enter(equation, operands, frame)
+            return self._analysis_inside(inside[0].form, operands).enter(equation, operands, frame)
         axes = [self._axes_of_result(equation, operands)] * len(equation.outvars)
         below = 0  # bytes that the jaxprs inside require
         if name == "transpose" and operands[0] in self._arguments:
@@ -165,22 +172,26 @@ class Liveness(_programs.Forward):
             axes_inside, size = self._measure_inside(inner, operands)
             axes = axes_inside if len(axes_inside) == len(axes) else axes
             below = max(below, size)
-        shape = _programs.upsampled_shape(equation)
-        if shape and operands[1].name != "rev":
-            # A kernel writes the operand with the zeros between its elements. If the weights are
-            # reversed, as in a gradient, XLA calls the gradient of cuDNN instead.
-            padded = jax.ShapeDtypeStruct(shape, equation.invars[0].aval.dtype)
-            size = self._size(padded, operands[0].axes)
-            operands = [_Array(size, operands[0].axes, operands[:1]), *operands[1:]]
-        is_matmul = name in _programs.MATMULS
-        is_summed = not is_apart and not is_matmul
+        for n, shape in enumerate(_programs.padded_shapes(equation)):
+            # If the weights are reversed, as in a gradient, XLA calls cuDNN's gradient instead.
+            if operands[1].name != "rev":
+                zeros, own = equation.invars[n].aval.update(shape=shape), operands[n]
+                padded = _Array(self._size(zeros, own.axes), own.axes, [own])
+                # The gradient reads the same array again.
+                operands[n] = self._padded.setdefault((own, shape), padded)
+                # XLA transposes the rows of groups.
+                below = padded.bytes if name == "ragged_dot_general" and n == 0 else 0
+        # XLA computes a product with vectors as a sum.
+        is_vector = name == "dot_general" and not _programs.matmul_of(equation).widths
+        is_matmul = name in _programs.MATMULS and not is_vector
+        is_whole = is_apart or is_matmul
         rows = zip(equation.outvars, axes, strict=True)
         results = [
-            _Array(self._size(var.aval, each, is_summed), each, name=name) for var, each in rows
+            _Array(self._size(var.aval, each, not is_whole), each, name=name) for var, each in rows
         ]
-        is_library = is_apart or is_matmul or name in _LIBRARY or "attention" in name
+        is_library = is_whole or name in _LIBRARY or "attention" in name
         for operand in operands:
-            if name in _SUMS and operand.is_scattered:
+            if name in ("add", "add_any") and operand.is_scattered:
                 # XLA scatters into the other operand of the sum instead of zeros.
                 operand.bytes *= operand.sources is not None
                 results[0].is_scattered = True
@@ -188,42 +199,39 @@ class Liveness(_programs.Forward):
                 reads = self._reads([operand])
                 # XLA makes constants, such as the zeros of a sum, in place.
                 if reads and not (is_matmul and operand.name == "transpose"):
-                    self._kernels.append(_Kernel(reads, [operand]))
+                    self._kernels.append(_Kernel(reads, [operand], after=self._barrier))
                     operand.sources = None
         if name.startswith("scatter"):
             results[0].is_scattered = not self._reads(operands[:1])
         if is_library or len(results) != 1 or name.startswith(_KERNELS):
-            self._kernels.append(_Kernel(self._reads(operands), results, is_library, below))
+            reads = self._reads(operands)
+            self._kernels.append(_Kernel(reads, results, is_library, below, self._barrier))
         else:
             results[0].sources = operands
         return results
 
-    def _reads(self, arrays: Iterable[_Array]) -> set[_Array]:
-        """Returns the arrays in memory that the next kernel reads to compute some arrays."""
-        while any([self._is_written_now(array) for array in _sources(arrays)]):
-            pass
+    def _reads(self, arrays: Sequence[_Array]) -> set[_Array]:
+        """Returns the arrays in memory that the next kernel reads to compute some arrays.
+
+        The first reader of an array writes it for the next one, which would otherwise compute it
+        again, if it is smaller than what is read to compute it, or long to compute.
+        """
+        for array in _sources(arrays):
+            array.first_reader = min(array.first_reader, len(self._kernels))
+            read = sum(each.bytes for each in _sources(array.sources or ()) if each.sources is None)
+            is_costly = array.name in _LONG or read > _LARGER * array.bytes
+            if array.sources and is_costly and array.first_reader < len(self._kernels):
+                self._kernels[array.first_reader].writes.append(array)
+                array.sources = None
+                return self._reads(arrays)  # Others are computed from less, or from more.
         return {array for array in _sources(arrays) if array.sources is None}
 
-    def _is_written_now(self, array: _Array) -> bool:
-        """Lets an earlier kernel write an array that the next would otherwise compute again.
-
-        It is then smaller than what kernels read to compute it, or long to compute.
-        """
-        if array.first_reader < 0:
-            array.first_reader = len(self._kernels)
-        if array.sources is None or array.first_reader == len(self._kernels):
-            return False
-        read = sum(each.bytes for each in _sources(array.sources) if each.sources is None)
-        if array.name not in _LONG and read <= _LARGER * array.bytes:
-            return False
-        self._kernels[array.first_reader].writes.append(array)
-        array.sources = None
-        return True
-
-    def _on_shards(self) -> Liveness:
-        """Returns an analysis of a `shard_map`, whose arrays are parts already."""
+    def _analysis_inside(self, form: Form | None, operands: list[_Array]) -> Liveness:
+        """Returns the analysis of a function inside of an equation."""
         own = copy.copy(self)
-        own._parameters, own._batch, own._devices = {}, 1, dict.fromkeys(self._devices, 1)
+        own._barrier = frozenset(_sources(operands)) if form is Form.REMAT else self._barrier
+        if form is Form.SHARDS:  # Arrays are parts already.
+            own._parameters, own._batch, own._devices = {}, 1, dict.fromkeys(self._devices, 1)
         return own
 
     def _unrolled(self, equation: Any, body: Inner, operands: list[_Array]) -> list[_Array]:
@@ -247,10 +255,10 @@ class Liveness(_programs.Forward):
     def _measure_inside(self, inner: Inner, operands: list[_Array]) -> tuple[list[Axes], int]:
         """Returns the axes of the results of a loop or branch, and the bytes that it requires."""
         body = copy.copy(self)
-        body._kernels = []
+        body._kernels, body._barrier = [], frozenset()
         own = [_Array(0, None if n is None else operands[n].axes) for n in inner.indices]
         results = body.run(inner.jaxpr, own)
-        return [each.axes for each in results], body._peak(results)
+        return [each.axes for each in results], body._required(results)
 
     def _axes_of_result(self, equation: Any, operands: list[_Array]) -> Axes:
         """Returns the axes that an operation passes from its operands to its results."""
@@ -287,31 +295,38 @@ class Liveness(_programs.Forward):
             parts = self._parameters[size]
         return _bytes_of(aval) // parts
 
+    def _required(self, results: list[_Array]) -> int:
+        """Returns the most bytes of temporary arrays that exist at once.
+
+        XLA executes most kernels in the order of the program, and some as soon as their operands
+        exist: if parameters are read twice, or results are computed again. The committed programs
+        determine the weights of these orders.
+        """
+        late, levels = self._peak(results), dict[_Array, int]()
+        for kernel in self._kernels:
+            before = (levels.get(array, 0) for array in kernel.reads | kernel.after)
+            levels |= dict.fromkeys(kernel.writes, 1 + max(before, default=0))
+        self._kernels.sort(key=lambda each: max(map(levels.__getitem__, each.writes), default=0))
+        return int(late**0.8 * self._peak(results) ** 0.2)
+
     def _peak(self, results: list[_Array]) -> int:
-        """Returns the most bytes of the arrays of all kernels that exist at once."""
-        reads_of_results = [self._reads([result]) for result in results]
-        first = {array: n for n, each in enumerate(self._kernels) for array in each.writes}
+        """Returns the most bytes of the arrays of all kernels that exist at once, in this order."""
+        waiting = [self._reads([result]) for result in results]
         library = {array for each in self._kernels if each.is_library for array in each.writes}
+        temporary = {array for each in self._kernels for array in each.writes} - set(results)
+        read, most = set[_Array](), 0  # the arrays that later kernels read
         # A kernel other than a library call writes into the memory of an operand of the same size
-        # that nothing else reads, so that the operand exists until the kernel before, unless it is
-        # the result of a library call, which XLA allocates with the workspace. A result without a
-        # kernel is computed as soon as its operands exist.
-        readers = []
-        for n, each in enumerate(self._kernels):
-            sizes = set() if each.is_library else {array.bytes for array in each.writes}
-            replaced = {array for array in each.reads - library if array.bytes in sizes}
-            readers += [(replaced, n - 1), (each.reads - replaced, n)]
-        for reads in reads_of_results:
-            readers.append((reads, max((first.get(array, 0) for array in reads), default=0)))
-        last = dict(first)
-        for reads, n in readers:
-            last |= {array: max(last[array], n) for array in reads if array in last}
-        changes = [0] * (len(self._kernels) + 1)
-        for array in first.keys() - set(results):
-            changes[first[array]] += array.bytes
-            changes[last[array] + 1] -= array.bytes
-        totals = zip(itertools.accumulate(changes), self._kernels, strict=False)
-        return max((total + kernel.inside for total, kernel in totals), default=0)
+        # that nothing else reads, unless that is the result of a library call, which XLA allocates
+        # with the workspace. A result without a kernel is computed as soon as its operands exist.
+        for kernel in reversed(self._kernels):
+            writes, reads = set(kernel.writes), kernel.reads
+            read.update(*(each for each in waiting if each & writes))
+            waiting = [each for each in waiting if not each & writes]
+            sizes = set() if kernel.is_library else {array.bytes for array in writes}
+            kept = {array for array in reads if array.bytes not in sizes or array in library}
+            total = sum(array.bytes for array in (read | kept | writes) & temporary)
+            most, read = max(most, total + kernel.inside), (read | reads) - writes
+        return most
 
 
 def _sources(arrays: Iterable[_Array]) -> Iterator[_Array]:

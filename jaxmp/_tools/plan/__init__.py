@@ -117,14 +117,12 @@ def make_plan(
     measured: list[PlanRow] = []
     is_interrupted = False
     try:
-        for row in programs:
-            measured.append(row)
+        measured.extend(programs)
     except KeyboardInterrupt:
         if not measured:
             raise
         is_interrupted = True
-    names = [row.recipe for row in measured]
-    baseline = "bf16" if "bf16" in names else names[0]
+    baseline = next((row.recipe for row in measured if row.recipe == "bf16"), measured[0].recipe)
     groups = grouped(measured, lambda row: row.target).values()
     compared = [_programs.relative(own, baseline, prices or {}, rates or {}) for own in groups]
     report = PlanReport(

@@ -232,6 +232,9 @@ def _recipe(machine: Machine) -> tuple[str, str]:
         name = f"compute capability {_core.capability_text(capability)}"
         lowest = {"bfloat16": _core.BFLOAT16_MATMULS, "float8_e4m3fn": _core.FP8_MATMULS}
         formats = tuple(dtype for dtype, first in lowest.items() if capability >= first)
+        if capability < _core.TENSOR_CORES:
+            # A P100 has twice the FP32 rate in float16 only for sums in float16.
+            return "fp32", f"{name} has no Tensor Cores: float16 is no faster, if sums are FP32"
     if "bfloat16" not in formats:
         return "fp16", f"{name} supports fast matmuls in float16, but not in bfloat16"
     if "float8_e4m3fn" not in formats:

@@ -42,7 +42,7 @@ _NO_TOKENS = "the last argument has no integer array of two axes, the tokens"
 
 @contextlib.contextmanager
 def collected_warnings() -> Iterator[list[str]]:
-    """Collects the first sentences of warnings of jaxmp, which are shown as before."""
+    """Collects the first sentences of warnings of jaxmp, which are shown, also again."""
     sentences, show = list[str](), warnings.showwarning
 
     def collect(message: Warning | str, category: type[Warning], *place: Any) -> None:
@@ -50,11 +50,9 @@ def collected_warnings() -> Iterator[list[str]]:
             sentences.append(f"{str(message).partition('. ')[0].rstrip('.')}.")
         show(message, category, *place)
 
-    warnings.showwarning = collect
-    try:
+    with warnings.catch_warnings():
+        warnings.showwarning = collect
         yield sentences
-    finally:
-        warnings.showwarning = show
 
 
 class Candidate(NamedTuple):
@@ -110,6 +108,8 @@ class Candidate(NamedTuple):
         report, compiled = audit_program(context, step, args, {}, chip, compiler)
         assert compiled is not None and report.memory is not None
         memory = report.memory.required
+        is_unused = {row.lhs for row in report.matmuls} == {"float32"}
+        warned = (*_WARNED, "fp32_matmul") if is_unused else _WARNED
         try:
             cost = cost_of(compiled, report.attention, self.hosts)._asdict()
         except TargetError as error:
@@ -118,7 +118,7 @@ class Candidate(NamedTuple):
             "memory": memory,
             "fits": memory <= chip.usable,
             "fallbacks": _fallbacks(report),
-            "warning": next((f.message for f in report.findings if f.check in _WARNED), ""),
+            "warning": next((f.message for f in report.findings if f.check in warned), ""),
             "devices": compiled.devices,
             "tokens": _tokens(args),
             "links": {"within": chip.link, "between": chip.network},
