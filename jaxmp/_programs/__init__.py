@@ -28,9 +28,9 @@ from jaxmp._programs._bind import (
     rounded_to, runs_in_fp32, wide,
 )
 from jaxmp._programs._constructs import (
-    BRANCHES, CALLS, CONSTRUCTS, CUSTOM_DERIVATIVES, LOOPS, OPAQUE_CALLS, REMATS, CustomJvp, Form,
-    Inner, call_of, cond_of, custom_jvp_of, custom_vmap_of, form_of, inners, is_unknown, loop_of,
-    parameters_with, shard_map_of, sub_jaxprs,
+    BRANCHES, CALLS, CONSTRUCTS, CUSTOM_DERIVATIVES, LOOPS, OPAQUE_CALLS, REMATS, SHARD_MAPS,
+    CustomJvp, Form, Inner, call_of, cond_of, custom_jvp_of, custom_vmap_of, form_of, inners,
+    is_unknown, loop_of, parameters_with, shard_map_of, sub_jaxprs,
 )
 from jaxmp._programs._interpreter import (
     PROGRAM, Entry, Frame, Interpreter, Start, vary_as_here,

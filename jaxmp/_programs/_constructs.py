@@ -54,7 +54,7 @@ def _of(*forms: Form) -> frozenset[str]:
 
 
 CALLS, REMATS, CUSTOM_DERIVATIVES = _of(Form.CALL), _of(Form.REMAT), _of(Form.DERIVATIVE)
-LOOPS, BRANCHES = _of(Form.SCAN, Form.WHILE), _of(Form.BRANCH)
+LOOPS, BRANCHES, SHARD_MAPS = _of(Form.SCAN, Form.WHILE), _of(Form.BRANCH), _of(Form.SHARDS)
 CONSTRUCTS = _of(*Form)
 # Calls that no interpreter enters, because their jaxpr belongs together with a rule of their
 # author. An analysis can enter them.

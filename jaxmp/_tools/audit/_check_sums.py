@@ -73,7 +73,7 @@ def check_sum(op: OpOccurrence, dtype: np.dtype) -> None:
 
 
 @_check_ops.REDUCTION_16BIT.on_operation(*_BY_FUNCTION)
-def check_function(op: OpOccurrence) -> None:
+def check_own_reduction(op: OpOccurrence) -> None:
     """Reports a reduction by a function that adds or multiplies."""
     dtype = _checks.half_of(op.operands)
     names = {inner.primitive.name for inner in _programs.equations_inside(op.equation)}

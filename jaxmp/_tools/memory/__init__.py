@@ -150,9 +150,9 @@ class MemoryEstimate(Report):
         size = f"{text(self.most)} (compiled by {self.compiler})"
         if not self.compiler:
             size = f"{text(self.least)} to {text(self.most)} (estimated)"
-            one, several = (f"{each['inside']} of {each['programs']}" for each in ERRORS.values())
-            fits += f" The arguments are exact; the range of the rest contains {one} programs"
-            fits += f" that were compiled for one device, and {several} for several."
+            inside = [f"{each['inside']} of {each['programs']}" for each in ERRORS.values()]
+            fits += f" The arguments are exact; the range of the rest contains {inside[0]} programs"
+            fits += f" that were compiled for one device, and {inside[1]} for several."
             fits += f" Not compiled: {self.reason}."
         if self.unknown:
             fits = f"Not all memory of {', '.join(self.unknown)} is counted. {fits}"

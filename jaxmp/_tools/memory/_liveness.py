@@ -144,7 +144,8 @@ class Liveness(_programs.Forward):
     def measure(self, jaxpr: Any) -> tuple[int, int]:
         """Returns the most bytes of temporary arrays that exist at once, and those of results."""
         # XLA may divide arrays along their features, as FSDP does parameters, and gather the batch.
-        if self._shared and not {"sharding_constraint", "shard_map"} & _programs.primitives(jaxpr):
+        names = _programs.primitives(jaxpr)
+        if self._shared and names.isdisjoint({"sharding_constraint", *_programs.SHARD_MAPS}):
             self.unknown.add("arrays without sharding constraints")
         results = self.run(jaxpr, self._arguments)
         rows = zip(_compat.jaxpr_body(jaxpr)[0].outvars, results, strict=True)
