@@ -193,6 +193,12 @@ def test_matmuls_pass_the_axes_of_tensor_parallelism():
     assert fsdp.temporary < whole / 3 and fsdp.least < fsdp.most <= 2 * fsdp.least + 2**25
     # Without a constraint, XLA may divide the rows otherwise.
     assert fsdp.unknown == ("arrays without sharding constraints",)
+    # It gathers rows that it sorts by their groups.
+    groups, place = jnp.array([4096, 4096]), functools.partial(on_mesh, {"data": 4})
+    grouped = jax.grad(lambda w, x: jax.lax.ragged_dot(x, w, groups).sum())
+    w, x = place((2, 64, 64), None), place((8192, 64), "data")
+    unknown = jaxmp.estimate_memory(grouped, w, x, exact=False).unknown
+    assert unknown == ("ragged_dot on several devices",)
 
 
 def test_loops_reshapes_and_constraints_pass_the_axes_too():

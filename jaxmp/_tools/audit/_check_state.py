@@ -82,6 +82,10 @@ _FIX_CAST = (
     "Store FP32 parameters, and cast them inside the loss:\n"
     "    loss_fn(jax.tree.map(lambda p: p.astype(jnp.{dtype}), params))"
 )
+_PERTURBED = (
+    "a loss reads 16-bit parameters that are perturbed by gradients: changes below {least} of a"
+    " value are rounded away."
+)
 FIX_NNX = "loss, grads = optimizer.value_and_grad(loss_fn)(model, batch)"
 _FIX_AVERAGE = (
     "Make the average in FP32, from the train state, the optimizer or the parameters:\n"
@@ -416,12 +420,8 @@ def check_perturbations(op: _checks.OpOccurrence, *_: Any) -> None:
         rounded = flow.of_all(filter(is_16bit, update.op.operands))
         is_parameter = op.audit.traced.roles()[update.number] != _roles.INPUT
         if update.has_gradient and is_parameter and From(update.number, update.factor) in rounded:
-            message = (
-                "a loss reads 16-bit parameters that are perturbed by gradients: changes below"
-            )
-            texts = f"{message} {{least}} of a value are rounded away.", _FIX_CAST
-            texts = [_fill(text, str(dtype)) for text in texts]
-            update.op.add(MISSING_MASTER, *texts, severity=_checks.WARNING)
+            message, fix = (_fill(text, str(dtype)) for text in (_PERTURBED, _FIX_CAST))
+            update.op.add(MISSING_MASTER, message, fix, severity=_checks.WARNING)
 
 
 @_check_ops.ACCUMULATOR_16BIT.on(_checks.PROGRAM)

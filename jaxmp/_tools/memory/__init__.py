@@ -65,7 +65,7 @@ class MemoryEstimate(Report):
       compiler: the compiler, such as "jaxlib 0.12.0"; "" if the temporary memory is estimated.
       reason: why the program was not compiled; "" if it was.
       unknown: what the estimate does not count, or not as a whole: operations that contain
-        functions, and arrays without sharding constraints beside parameters in FSDP.
+        functions, and arrays that XLA may gather on several devices.
 
     Example:
       >>> step = lambda w, x: jax.grad(lambda w: jnp.sum(x @ w))(w)

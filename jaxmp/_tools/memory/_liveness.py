@@ -143,10 +143,14 @@ class Liveness(_programs.Forward):
 
     def measure(self, jaxpr: Any) -> tuple[int, int]:
         """Returns the most bytes of temporary arrays that exist at once, and those of results."""
-        # XLA may divide arrays along their features, as FSDP does parameters, and gather the batch.
         names = _programs.primitives(jaxpr)
-        if self._shared and names.isdisjoint({"sharding_constraint", *_programs.SHARD_MAPS}):
-            self.unknown.add("arrays without sharding constraints")
+        if names.isdisjoint(_programs.SHARD_MAPS):
+            # XLA may divide arrays along their features, as FSDP does parameters, and gather the
+            # batch; it gathers the rows of a batch to sort them by their groups.
+            if self._shared and "sharding_constraint" not in names:
+                self.unknown.add("arrays without sharding constraints")
+            if self._batch > 1 and "ragged_dot_general" in names:
+                self.unknown.add("ragged_dot on several devices")
         results = self.run(jaxpr, self._arguments)
         rows = zip(_compat.jaxpr_body(jaxpr)[0].outvars, results, strict=True)
         return self._required(results), sum(self._size(var.aval, each.axes) for var, each in rows)
