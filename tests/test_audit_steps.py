@@ -713,15 +713,24 @@ def test_the_fix_of_a_function_of_a_cast():
     assert audit(lambda x: eval(code_of(finding)), half(X)).ok
 
 
-ATTENDS = nn.Sequential([lambda x: nn.dot_product_attention(*3 * [x[:, None]])])
+def attends(**options):
+    attend = lambda x: nn.dot_product_attention(*3 * [x[:, None]], **options)
+    return nn.Sequential([attend]), "mixed_operands" if options else "softmax_16bit"
 
 
-@pytest.mark.parametrize("model", [nn.MultiHeadDotProductAttention(2, dtype=BF16), ATTENDS])
-def test_the_fix_of_a_softmax_inside_flax(model):
+@pytest.mark.parametrize(
+    ("model", "check"),
+    [
+        (nn.MultiHeadDotProductAttention(2, dtype=BF16), "softmax_16bit"),
+        attends(),
+        attends(force_fp32_for_softmax=True),
+    ],
+)
+def test_the_fix_of_attention_inside_flax(model, check):
     variables = jax.eval_shape(model.init, jax.random.key(0), half(X))
     scope = {"model": model, "jaxmp": jaxmp, "fn": lambda *args: scope["model"].apply(*args)}
     (finding,) = audit(scope["fn"], variables, half(X), recipe="bf16").errors
-    assert finding.check == "softmax_16bit"
+    assert finding.check == check
     exec(code_of(finding), scope)
     assert audit(scope["fn"], variables, half(X), recipe="bf16").ok
 

@@ -137,12 +137,17 @@ def fix_sums(sentence: str, op: OpOccurrence, dtype: str) -> str:
 
 
 def fix_wide(sentence: str, op: OpOccurrence, indices: list[int], dtype: str) -> str:
-    """Returns the fix that casts operands, in words if its code is not known."""
+    """Returns the fix that casts operands, in words if its code is not known.
+
+    The operands of a library's function follow the policies.
+    """
     own = op.expression
     code = _rewrite.narrowed(own, indices, dtype)
     operands = " and ".join(op.operands[index].aval.str_short() for index in indices)
     if code:
         return f"{sentence}:\n    {code}"
+    if own.text and not op.is_own_call:
+        return f"Apply the policies to it:\n    {apply_code(op)}"
     where = f" of `{own.text}`" if own.text else ""
     return f"{sentence}, {operands}{where}, to {dtype}."
 
