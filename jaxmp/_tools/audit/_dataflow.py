@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 
 from jaxmp import _core, _programs
@@ -115,8 +116,10 @@ def is_argument(labels: Iterable[Any]) -> bool:
 
 def number_of(var: _programs.Atom) -> float | None:
     """Returns the value of a constant real scalar, or None."""
-    is_scalar = _programs.is_literal(var) and math.prod(var.aval.shape) == 1
-    return float(var.val) if is_scalar and not np.iscomplexobj(var.val) else None
+    if not _programs.is_literal(var) or math.prod(var.aval.shape) != 1:
+        return None
+    is_real = var.aval.dtype != jax.dtypes.float0 and not np.iscomplexobj(var.val)
+    return float(var.val) if is_real else None
 
 
 def _negated(labels: Iterable[Any]) -> frozenset[Any]:
