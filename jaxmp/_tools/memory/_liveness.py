@@ -304,8 +304,8 @@ class Liveness(_programs.Forward):
         """Returns the most bytes of temporary arrays that exist at once.
 
         XLA executes most kernels in the order of the program, and some as soon as their operands
-        exist: if parameters are read twice, or results are computed again. The committed programs
-        determine the weights of these orders.
+        exist: if parameters are read twice, or results are computed again. The weights of these
+        orders were fitted to the committed programs.
         """
         late, levels = self._peak(results), dict[_Array, int]()
         for kernel in self._kernels:
