@@ -221,15 +221,20 @@ class Liveness(_programs.Forward):
         The first reader of an array writes it for the next one, which would otherwise compute it
         again, if it is smaller than what is read to compute it, or long to compute.
         """
-        for array in _sources(arrays):
-            array.first_reader = min(array.first_reader, len(self._kernels))
-            read = sum(each.bytes for each in _sources(array.sources or ()) if each.sources is None)
-            is_costly = array.name in _LONG or read > _LARGER * array.bytes
-            if array.sources and is_costly and array.first_reader < len(self._kernels):
-                self._kernels[array.first_reader].writes.append(array)
-                array.sources = None
-                return self._reads(arrays)  # Others are computed from less, or from more.
+        while any([self._is_written_now(array) for array in _sources(arrays)]):
+            pass
         return {array for array in _sources(arrays) if array.sources is None}
+
+    def _is_written_now(self, array: _Array) -> bool:
+        """Lets the first reader write an array if the next one must not compute it again."""
+        array.first_reader = min(array.first_reader, len(self._kernels))
+        if array.sources is None or array.first_reader == len(self._kernels):
+            return False
+        read = sum(each.bytes for each in _sources(array.sources) if each.sources is None)
+        if array.name in _LONG or read > _LARGER * array.bytes:
+            self._kernels[array.first_reader].writes.append(array)
+            array.sources = None
+        return array.sources is None
 
     def _analysis_inside(self, form: Form | None, operands: list[_Array]) -> Liveness:
         """Returns the analysis of a function inside of an equation."""

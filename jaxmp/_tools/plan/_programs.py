@@ -42,7 +42,7 @@ _NO_TOKENS = "the last argument has no integer array of two axes, the tokens"
 
 @contextlib.contextmanager
 def collected_warnings() -> Iterator[list[str]]:
-    """Collects the first sentences of warnings of jaxmp, which are shown, also again."""
+    """Collects the first sentences of warnings of jaxmp, and shows each for every program."""
     sentences, show = list[str](), warnings.showwarning
 
     def collect(message: Warning | str, category: type[Warning], *place: Any) -> None:
