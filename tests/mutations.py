@@ -2081,8 +2081,8 @@ two elements of 4 bits are estimated to occupy two bytes
 test_memory.py::test_packed_types_and_shardings_of_jit_count_as_in_the_program
 
 all gradients are estimated to exist until the last update
-- read, most = set[_Array](), 0
-+ read, most = set[_Array]().union(*waiting), 0
+- waiting[max((first.get(array, 0) for array in reads), default=0)] |= reads
++ waiting[len(self._kernels) - 1] |= reads
 test_memory.py::test_a_gradient_exists_until_its_update_unless_the_norm_of_all_is_needed
 
 tensor parallelism does not divide arrays that begin as zeros
@@ -2117,7 +2117,7 @@ each reader is estimated to compute a sum of arrays again
 test_memory.py::test_sums_are_written_and_their_terms_freed_in_a_network_without_gradients
 
 kernels are estimated to write into larger operands
-- if array.bytes not in sizes or
+- if each.bytes not in sizes or
 + if not sizes or
 test_memory.py::test_results_of_library_calls_and_larger_operands_are_not_overwritten
 

@@ -321,22 +321,32 @@ class Liveness(_programs.Forward):
 
     def _peak(self, results: list[_Array]) -> int:
         """Returns the most bytes of the arrays of all kernels that exist at once, in this order."""
-        waiting = [self._reads([result]) for result in results]
+        reads_of_results = [self._reads([result]) for result in results]
         library = {array for each in self._kernels if each.is_library for array in each.writes}
-        temporary = {array for each in self._kernels for array in each.writes} - set(results)
-        read, most = set[_Array](), 0  # the arrays that later kernels read
+        first = {array: n for n, each in enumerate(self._kernels) for array in each.writes}
+        temporary, waiting = first.keys() - set(results), collections.defaultdict(set[_Array])
+        for reads in reads_of_results:
+            waiting[max((first.get(array, 0) for array in reads), default=0)] |= reads
+        read, size, most = set[_Array](), 0, 0  # arrays that later kernels read, and their bytes
         # A kernel other than a library call writes into the memory of an operand of the same size
         # that nothing else reads, unless that is the result of a library call, which XLA allocates
         # with the workspace. A result without a kernel is computed as soon as its operands exist.
-        for kernel in reversed(self._kernels):
-            writes, reads = set(kernel.writes), kernel.reads
-            read.update(*(each for each in waiting if each & writes))
-            waiting = [each for each in waiting if not each & writes]
-            sizes = set() if kernel.is_library else {array.bytes for array in writes}
-            kept = {array for array in reads if array.bytes not in sizes or array in library}
-            total = sum(array.bytes for array in (read | kept | writes) & temporary)
-            most, read = max(most, total + kernel.inside), (read | reads) - writes
+        for n, kernel in reversed([*enumerate(self._kernels)]):
+            sizes = set() if kernel.is_library else {array.bytes for array in kernel.writes}
+            kept = {each for each in kernel.reads if each.bytes not in sizes or each in library}
+            size += _bytes_in((waiting[n] & temporary) - read)
+            read |= waiting[n] & temporary
+            now = ((kept | set(kernel.writes)) & temporary) - read
+            most = max(most, size + _bytes_in(now) + kernel.inside)
+            size -= _bytes_in(read.intersection(kernel.writes))
+            read.difference_update(kernel.writes)
+            size += _bytes_in((kernel.reads & temporary) - read)
+            read |= kernel.reads & temporary
         return most
+
+
+def _bytes_in(arrays: Iterable[_Array]) -> int:
+    return sum(array.bytes for array in arrays)
 
 
 def _sources(arrays: Iterable[_Array]) -> Iterator[_Array]:
