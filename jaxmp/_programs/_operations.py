@@ -39,19 +39,20 @@ def dot_of(equation: Any) -> Dot:
     return Dot(*equation.params["dimension_numbers"])
 
 
-def padded_shapes(equation: Any) -> list[tuple[int, ...]]:
-    """Returns the shapes of the first operands of a matmul with zeros that XLA writes into them.
+def copied_shapes(equation: Any) -> list[tuple[int, tuple[int, ...]]]:
+    """Returns the copies that XLA makes of the operands of a matmul: operand, shape of the copy.
 
-    cuDNN pads both ends of an axis alike, and puts no zeros between elements. One matmul multiplies
-    all groups of a `ragged_dot`, for each of which the other rows are zeros. The list is empty for
-    other operations, also for the gradient of the kernel of a transposed convolution.
+    cuDNN pads both ends of an axis alike, and puts no zeros between elements. It computes the
+    gradient of the kernel of a transposed convolution from transposed operands; with two spatial
+    axes, XLA exchanges them and adds no zeros. One matmul multiplies all groups of a `ragged_dot`,
+    for each of which the other rows are zeros. The list is empty for other operations.
     """
     if equation.primitive.name not in ("conv_general_dilated", "ragged_dot_general"):
         return []
     params, shapes = equation.params, [array_aval(var).shape for var in equation.invars]
     if "ragged_dot_dimension_numbers" in params:
         has_groups = params["ragged_dot_dimension_numbers"].rhs_group_dimensions
-        return [(*shapes[2], *shape) for shape in shapes[: 1 if has_groups else 2]]
+        return [(n, (*shapes[2], *shapes[n])) for n in range(1 if has_groups else 2)]
     operand, _, result = params["dimension_numbers"]
     padded, is_padded = list(shapes[0]), False
     steps = params["lhs_dilation"], params["rhs_dilation"], params["padding"]
@@ -61,7 +62,11 @@ def padded_shapes(equation: Any) -> list[tuple[int, ...]]:
         is_padded |= step == 1 and not high <= low < high + skipped
         is_padded |= array_aval(equation.outvars[0]).shape[n] > padded[axis]
         padded[axis] = (padded[axis] - 1) * step + 1 + low + high
-    return [tuple(padded)] if is_padded else []
+    is_transposed = not is_padded and max(steps[0], default=1) > 1
+    if is_transposed and len(steps[0]) == 2:
+        return [(n, shapes[n][::-1]) for n in range(2)]
+    copies = [(0, tuple(padded)), (0, tuple(padded[::-1])), (1, shapes[1][::-1])]
+    return copies if is_transposed else copies[:1] if is_padded else []
 
 
 class Arithmetic(NamedTuple):

@@ -98,7 +98,6 @@ class _Kernel(NamedTuple):
 
     reads: set[_Array]
     writes: list[_Array]
-    is_library: bool = False
     inside: int = 0  # bytes that the jaxprs inside require
     after: frozenset[_Array] = frozenset()  # other arrays that exist before
 
@@ -177,7 +176,7 @@ class Liveness(_programs.Forward):
             axes_inside, size = self._measure_inside(inner, operands)
             axes = axes_inside if len(axes_inside) == len(axes) else axes
             below = max(below, size)
-        for n, shape in enumerate(_programs.padded_shapes(equation)):
+        for n, shape in _programs.copied_shapes(equation):
             # If the weights are reversed, as in a gradient, XLA calls cuDNN's gradient instead.
             if operands[1].name != "rev":
                 zeros, own = equation.invars[n].aval.update(shape=shape), operands[n]
@@ -210,7 +209,7 @@ class Liveness(_programs.Forward):
             results[0].is_scattered = not self._reads(operands[:1])
         if is_library or len(results) != 1 or name.startswith(_KERNELS):
             reads = self._reads(operands)
-            self._kernels.append(_Kernel(reads, results, is_library, below, self._barrier))
+            self._kernels.append(_Kernel(reads, results, below, self._barrier))
         else:
             results[0].sources = operands
         return results
@@ -322,26 +321,21 @@ class Liveness(_programs.Forward):
     def _peak(self, results: list[_Array]) -> int:
         """Returns the most bytes of the arrays of all kernels that exist at once, in this order."""
         reads_of_results = [self._reads([result]) for result in results]
-        library = {array for each in self._kernels if each.is_library for array in each.writes}
         first = {array: n for n, each in enumerate(self._kernels) for array in each.writes}
         temporary, waiting = first.keys() - set(results), collections.defaultdict(set[_Array])
+        # A result without a kernel is computed as soon as its operands exist.
         for reads in reads_of_results:
             waiting[max((first.get(array, 0) for array in reads), default=0)] |= reads
-        read, size, most = set[_Array](), 0, 0  # arrays that later kernels read, and their bytes
-        # A kernel other than a library call writes into the memory of an operand of the same size
-        # that nothing else reads, unless that is the result of a library call, which XLA allocates
-        # with the workspace. A result without a kernel is computed as soon as its operands exist.
+        alive, size, most = set[_Array](), 0, 0  # arrays that are read later, and their bytes
         for n, kernel in reversed([*enumerate(self._kernels)]):
-            sizes = set() if kernel.is_library else {array.bytes for array in kernel.writes}
-            kept = {each for each in kernel.reads if each.bytes not in sizes or each in library}
-            size += _bytes_in((waiting[n] & temporary) - read)
-            read |= waiting[n] & temporary
-            now = ((kept | set(kernel.writes)) & temporary) - read
+            size += _bytes_in((waiting[n] & temporary) - alive)
+            alive |= waiting[n] & temporary
+            now = (kernel.reads.union(kernel.writes) & temporary) - alive
             most = max(most, size + _bytes_in(now) + kernel.inside)
-            size -= _bytes_in(read.intersection(kernel.writes))
-            read.difference_update(kernel.writes)
-            size += _bytes_in((kernel.reads & temporary) - read)
-            read |= kernel.reads & temporary
+            size -= _bytes_in(alive.intersection(kernel.writes))
+            alive.difference_update(kernel.writes)
+            size += _bytes_in((kernel.reads & temporary) - alive)
+            alive |= kernel.reads & temporary
         return most
 
 
