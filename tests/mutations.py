@@ -2491,8 +2491,8 @@ scalars of an optimizer must be finite
 test_checkpoint.py::test_scalars_of_optimizers_may_be_infinite
 
 parameters and averages are distinguished by the order of their names
--             roots = fitting or roots
-+             roots = roots[:1]
+- list(filter(test, roots)) or roots
++ roots[:1]
 test_checkpoint.py::test_averages_are_migrated_exactly_or_refused
 test_checkpoint.py::test_a_tie_does_not_fail_a_save_and_a_migration_names_both_candidates
 """,

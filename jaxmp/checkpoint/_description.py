@@ -328,13 +328,18 @@ def _describe_masters(
     )
     masters = Masters("/".join(names), layout.key.removesuffix("_masters"), parameters)
     model = next((root for path, root in models.items() if is_below(masters.path, path)), None)
-    return find_parameters(
-        masters,
-        outside,
+    tests: list[Callable[[str], bool]] = [
         lambda root: not values or _rounds_to(node, choose_parameters(masters, root), values),
         lambda root: model in (None, root),
         lambda root: _is_beside(root, masters.path),
-    )
+    ]
+    roots = _candidates(masters, outside)
+    for test in tests:
+        # A test that excludes all candidates is ignored.
+        roots = list(filter(test, roots)) or roots if len(roots) > 1 else roots
+    if len(roots) == 1:
+        return choose_parameters(masters, roots[0])
+    return dataclasses.replace(masters, candidates=tuple(roots))
 
 
 def _rounds_to(
@@ -358,32 +363,6 @@ def _rounds_to(
 # ---------------------------------------------------------------------------
 # Parameters of an optimizer
 # ---------------------------------------------------------------------------
-
-
-def find_parameters(
-    masters: Masters, outside: Mapping[str, str], *tests: Callable[[str], bool]
-) -> Masters:
-    """Finds the leaves that store the parameters of an optimizer, which does not refer to them.
-
-    Below one path they have the further names and the storage dtypes of the parameters. If an
-    average fits too, the tests decide in their order.
-
-    Args:
-      masters: the masters, without the leaves of the parameters.
-      outside: path -> dtype of each leaf outside of optimizer states.
-      *tests: functions of such a path; one that excludes all candidates is ignored.
-
-    Returns:
-      The masters with the leaves of the parameters, or with several candidates.
-    """
-    roots = _candidates(masters, outside)
-    for test in tests:
-        if len(roots) > 1:
-            fitting = list(filter(test, roots))
-            roots = fitting or roots
-    if len(roots) == 1:
-        return choose_parameters(masters, roots[0])
-    return dataclasses.replace(masters, candidates=tuple(roots))
 
 
 def choose_parameters(masters: Masters, root: str) -> Masters:

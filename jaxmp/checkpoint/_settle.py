@@ -51,29 +51,32 @@ def settle(source: Description, target: Description) -> tuple[Description, Descr
     Raises:
       CheckpointError: naming the candidates of an optimizer with masters, if several fit both.
     """
-    before, after = list(source.masters), list(target.masters)
-    paired = set()
-    for number, row in enumerate(after):
-        other = _partner(row, before, len(after))
-        if other is None:
-            check_decided(row)
-            continue
-        paired.add(other)
-        if len(row.candidates) < 2 and len(before[other].candidates) < 2:
-            continue
-        common = [root for root in row.candidates if root in before[other].candidates]
-        if len(common) == 1:
-            after[number] = _description.choose_parameters(row, common[0])
-            before[other] = _description.choose_parameters(before[other], common[0])
-        elif row.layout != "no" or before[other].layout != "no":
-            refuse(row if len(row.candidates) > 1 else before[other])
-    for number, row in enumerate(before):
-        if number not in paired:
-            check_decided(row)
-    return (
-        dataclasses.replace(source, masters=tuple(before)),
-        dataclasses.replace(target, masters=tuple(after)),
-    )
+    sides = list(source.masters), list(target.masters)
+    partners = [_partner(row, sides[0], len(sides[1])) for row in sides[1]]
+    # The sides and indices of the masters of each optimizer, which may be on one side alone.
+    groups = [
+        [(1, n), *([] if other is None else [(0, other)])] for n, other in enumerate(partners)
+    ]
+    groups += [[(0, n)] for n in range(len(sides[0])) if n not in partners]
+    for group in groups:
+        rows = [sides[side][n] for side, n in group]
+        ties = [row for row in rows if len(row.candidates) > 1]
+        common = set.intersection(*(set(row.candidates) for row in rows))
+        if ties and len(common) == 1:
+            for side, n in group:
+                sides[side][n] = _description.choose_parameters(sides[side][n], *common)
+        elif ties and any(row.layout != "no" for row in rows):
+            path, candidates = ties[0].path, ties[0].candidates
+            raise CheckpointError(
+                "The checkpoint cannot be migrated: it is not known which of the leaves at "
+                f"{_listed(candidates)} are the parameters of the optimizer at {path!r}, because "
+                "their paths and dtypes are the same. The others are averages or copies of them. "
+                f"Declare the parameters, such as params={candidates[0]!r}, or if there are "
+                f"several optimizers params={{{path!r}: {candidates[0]!r}}}, as an argument of "
+                "restore or, for the next checkpoints, of save."
+            )
+    before, after = map(tuple, sides)
+    return dataclasses.replace(source, masters=before), dataclasses.replace(target, masters=after)
 
 
 def place_parameters(
@@ -112,24 +115,6 @@ def place_parameters(
 
 def _below(root: str, name: str) -> str:
     return f"{root}/{name}".lstrip("/")
-
-
-def check_decided(row: Masters) -> None:
-    """Refuses masters of which it is not known to which parameters they belong."""
-    if row.layout != "no" and len(row.candidates) > 1:
-        refuse(row)
-
-
-def refuse(row: Masters) -> None:
-    """Raises the error for masters with several candidates."""
-    raise CheckpointError(
-        "The checkpoint cannot be migrated: it is not known which of the leaves at "
-        f"{_listed(row.candidates)} are the parameters of the optimizer at {row.path!r}, because "
-        "their paths and dtypes are the same. The others are averages or copies of them. Declare "
-        f"the parameters, such as params={row.candidates[0]!r}, or if there are several "
-        f"optimizers params={{{row.path!r}: {row.candidates[0]!r}}}, as an argument of restore "
-        "or, for the next checkpoints, of save."
-    )
 
 
 def _partner(row: Masters, others: list[Masters], count: int) -> int | None:
