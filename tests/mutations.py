@@ -54,11 +54,12 @@ class Mutation:
 def _parsed(file: str, text: str) -> list[Mutation]:
     """Returns the defects of one file of `DEFECTS`."""
     mutations = []
-    for defect in text.strip("\n").split("\n\n"):
-        name, *lines = defect.split("\n")
-        find, replace = ("\n".join(x[2:] for x in lines if x.startswith(sign)) for sign in "-+")
-        tests = tuple(line for line in lines if not line.startswith(("-", "+")))
-        mutations.append(Mutation(name, file, find, replace, tests))
+    for block in text.strip("\n").split("\n\n"):
+        *_, tests = re.split(r"\n(?=test_\w+\.py::)", block, maxsplit=1)
+        for name, diff in re.findall(r"^([^-+].*)((?:\n[-+].*)+)", block, re.MULTILINE):
+            lines = diff.split("\n")
+            find, replace = ("\n".join(x[2:] for x in lines if x[:1] == sign) for sign in "-+")
+            mutations.append(Mutation(name, file, find, replace, tuple(tests.split("\n"))))
     return mutations
 
 
@@ -67,6 +68,7 @@ def _parsed(file: str, text: str) -> list[Mutation]:
 # ---------------------------------------------------------------------------
 
 # File -> its defects: the name, the text as in a diff (a part of a line suffices), and the tests.
+# Defects without a blank line between them have the same tests, after the last one.
 DEFECTS = {
     "examples/command_line.py": r"""
 an example splits a batch unevenly
@@ -84,8 +86,6 @@ test_frame.py::test_import_loads_nothing_heavy
 a causal query does not see its own position
 - return keys <= queries
 + return keys < queries
-test_attention.py::test_results_and_gradients_against_fp64
-
 a window is one position too wide
 - (keys >= queries - left)
 + (keys >= queries - left - 1)
@@ -129,8 +129,6 @@ test_attention_cudnn.py::test_left_padding_by_a_bias_of_minus_infinity
 autocast: a gradient inside of the function is not checked
 - elif interpreter.has_backward:
 + elif False:
-test_hints.py::test_gradients_around_and_inside_of_autocast_are_checked_too
-
 autocast: a loss that is scaled inside of the function gets the hint of an unscaled gradient
 - _device._hints.note_scaled((args, kwargs))
 + pass
@@ -202,8 +200,6 @@ test_autocast.py::test_shard_map
 a carried value is weakly typed in the body of a scan
 - Value(outer.to_aval(operands[n], equation.invars[n].aval))
 + Value(outer.to_aval(operands[n], equation.invars[n].aval), Priority.ARGUMENT)
-test_autocast.py::test_the_carry_of_a_scan_is_not_weakly_typed
-
 a carried value is weakly typed after a scan
 - return Value(array) if note is None else
 + return Value(array, Priority.ARGUMENT) if note is None else
@@ -245,8 +241,6 @@ test_autocast.py::test_full_precision_holds_in_both_passes
 scripts: functions that are traced for their shapes count as called
 - if _is_untraced() and not _abstract.get():
 + if _is_untraced():
-test_audit_script.py::test_a_step_has_the_name_and_line_of_the_function_of_the_user
-
 scripts: a step has the name of a wrapper of Equinox
 - source = next((f for f in inner if title_of(f) == name), None)
 + source = None
@@ -327,8 +321,6 @@ test_autocast.py::test_kernels_with_a_batch_axis_in_a_scan_multiply_in_16_bits
 the FP32 result of a narrow layer promotes what it meets
 - return _core.weakly_typed(result) if resolved.narrow else result
 + return result
-test_fp32_outputs.py::test_a_head_returns_the_sums_of_its_matmul
-
 an NNX layer with an FP32 result adds a rounded bias
 - is_added = name == "bias" or (
 + is_added = (
@@ -380,8 +372,6 @@ test_phases.py::test_the_first_scale_after_a_bf16_phase_is_that_of_the_tensor
 modules cast an argument that is compared
 - not has_literal
 + False
-test_inputs.py::test_what_decides_something_is_not_rounded_under_any_name
-
 modules cast an argument that decides something
 -             layers |= set() if is_16bit else {label}
 +             pass
@@ -521,8 +511,6 @@ test_hints.py::test_the_teacher_of_a_student_in_float16_is_not_named
 a layer is a decision although its results feed other layers
 -     if use & ~_OF_NORM == _programs.Use.RESULT:
 +     if _programs.Use.RESULT in use:
-test_search.py::test_decisions_keep_their_sums_and_their_neighbours_are_rounded
-
 a result that the model divides by its norm is rounded
 - if use & ~_OF_NORM ==
 + if use ==
@@ -581,8 +569,6 @@ test_train_state.py::test_flax_serialization_restores_what_it_wrote_without_cast
 the scale grows one step late
 - grows = lax.ge(counted, int32(self.growth_interval))
 + grows = lax.gt(counted, int32(self.growth_interval))
-test_loss_scale_presets.py::test_worked_traces
-
 an overflow does not restart the count of finite steps
 - lax.add(self.good_steps, int32(1)), int32(0))
 + lax.add(self.good_steps, int32(1)), self.good_steps)
@@ -714,8 +700,6 @@ test_fp32_gradients.py::test_kernel_gradients_are_no_bfloat16_numbers
 gradients of convolutions are summed over devices in 16 bits
 - return lambda *pair: in_parts(*pair).sum(0)
 + return lambda *pair: in_parts(*pair).astype(jnp.float16).sum(0).astype(jnp.float32)
-test_fp32_gradients.py::test_a_convolution_casts_its_gradient_to_fp32_before_the_sum_over_devices
-
 each device receives the whole gradient of a convolution
 - out_specs=PartitionSpec(axes),
 + out_specs=PartitionSpec(),
@@ -773,8 +757,6 @@ test_fp32_gradients.py::test_gradients_are_summed_in_fp32
 forces in a scaled loss get the hint of an unscaled gradient
 - if loss is not None and loss.is_scaled:
 + if False:
-test_hints.py::test_forces_in_a_scaled_loss_have_no_hint
-
 forces in a loss that is scaled by hand get the hint of an unscaled gradient
 - traces.isdisjoint(_tracing.outer_traces(t))
 + (len(traces) == 1) == traces.isdisjoint(_tracing.outer_traces(t))
@@ -811,8 +793,6 @@ test_hints.py::test_a_loss_that_is_scaled_by_hand_does_not_warn
 a parameter that devices share is a part of a weight
 - summed & _compat.varying_axes(x), params, axes)
 + summed, params, axes)
-test_gradients.py::test_a_scale_that_devices_share_is_no_part_although_its_rows_are_gathered
-
 a product is a part of a weight where JAX does not track devices
 - _SummedAxes(_MOVES).run
 + _SummedAxes(_MOVES | _PRODUCTS).run
@@ -822,8 +802,6 @@ test_gradients.py::test_a_scale_that_devices_share_is_no_part_although_its_rows_
 labels in another argument than the inputs are not split, without an error
 -     if is_batch and batch == [1]:
 +     if is_batch:
-test_gradients.py::test_a_batch_that_is_not_certain_is_refused_with_the_arguments_to_name
-
 a target network is split into microbatches
 - is_copy = any(rows.values()) and
 + is_copy = False and
@@ -912,8 +890,6 @@ test_recipes.py::test_a_refusal_names_the_location_and_shows_a_fix_that_loads
 statistics: values of the forward pass that the backward pass moves are gradients
 - elif any(flags) or not cotangents or all(var.aval.size == 1 for var in each.invars):
 + else:
-test_statistics.py::test_the_errors_of_a_format_are_those_of_a_step_in_it
-
 statistics: all results of a barrier are gradients
 - if each.primitive.name == "optimization_barrier":
 + if False:
@@ -932,8 +908,6 @@ test_fp32_gradients.py::test_weights_that_a_scan_returns_are_not_copied
 facts do not return to the start of a loop
 - new[argument] = self.join(args[argument], results[n])
 + pass
-test_programs.py::test_facts_pass_through_constructs_in_both_directions
-
 a while loop always runs
 - [args[n] for n in inner.carried] if inner.may_be_skipped else results
 + results
@@ -943,8 +917,6 @@ test_programs.py::test_facts_pass_through_constructs_in_both_directions
 emulation: subnormal numbers are rounded like normal ones
 - lax.select(is_subnormal, lax.mul(steps, step), rounded)
 + rounded
-test_statistics.py::test_numbers_are_rounded_as_numpy_casts_them
-
 emulation: a number beyond the range is finite
 - lax.gt(lax.abs(rounded), np.float32(info.max))
 + lax.gt(lax.abs(rounded), np.float32(np.inf))
@@ -971,8 +943,6 @@ test_autocast_linalg.py::test_a_product_with_a_solution_is_fp32
 the product with a gain, `p @ inv(w)`, is rounded
 - facts & {_SOLUTION, _GAIN}
 + facts & {_SOLUTION}
-test_audit_plants.py::test_a_matrix_that_is_factorized_and_a_router_may_be_fp32
-
 the innovation of a filter is rounded
 - *({None} if name == "sub" else ())}
 + *()}
@@ -991,8 +961,6 @@ test_autocast_linalg.py::test_the_layer_in_front_of_a_product_with_a_solution_is
 solutions that the user rounds are multiplied in FP32
 - results = [None if is_rounded else result] * count
 + results = [result] * count
-test_autocast_linalg.py::test_what_follows_a_product_with_a_solution_runs_in_16_bits
-
 products with the Q of QR run in FP32
 - if name in _ORTHOGONAL:
 + if False:
@@ -1002,8 +970,6 @@ test_autocast_linalg.py::test_what_follows_a_product_with_a_solution_runs_in_16_
 autocast rounds the operands of distances
 - if both <= norms}
 + if False}
-test_autocast_magnified.py::test_the_matmul_of_distances_and_its_gradients_are_fp32
-
 autocast does not see the norms of a distance below a square
 - square=sources[0], norms=terms[0].roots
 + square=sources[0]
@@ -1161,8 +1127,6 @@ test_audit_fixes.py::test_parameters_that_enter_an_exponential_are_read_in_fp32
 autocast rounds the covariance of a Kalman filter
 - return [_of_factor(equation, n) | passed for n in range(count)]
 + return [_of_factor(equation, n) for n in range(count)]
-test_autocast_linalg.py::test_a_filter_computes_its_covariance_in_fp32
-
 autocast keeps a network in front of a filter in FP32
 - passed = _CHAINED if is_chained else _NONE
 + passed = use & (_CHAINED | _SOLVED)
@@ -1243,23 +1207,15 @@ test_audit_compiled.py::test_state_that_is_not_donated_is_a_note
 the audit compares random numbers with the constant as it was rounded
 - return low, next(floats, value)
 + return low, value
-test_audit_plants.py::test_outcomes_of_random_numbers
-
 the audit is silent about equal keys that are drawn
 - is_only_key = _programs.count_of_keys(op.equation) == 1
 + is_only_key = False
-test_audit_plants.py::test_outcomes_of_random_numbers
-
 the audit reports the sign of a random number
 - if is_sign or not _core.is_16bit(draw.op.dtype):
 + if not _core.is_16bit(draw.op.dtype):
-test_audit_plants.py::test_outcomes_of_random_numbers
-
 the audit is silent about a random number that is rounded after it was drawn
 - draw = Draw(op, draw.values)
 + pass
-test_audit_plants.py::test_outcomes_of_random_numbers
-
 the audit warns of a dropout rate of zero
 - draw.report(op, text, _checks.NOTE)
 + draw.report(op, text, "warning")
@@ -1320,13 +1276,9 @@ test_audit_fixes.py::test_the_fix_of_coordinates_that_are_multiplied_in_16_bits
 the audit takes every integer for a small one
 - if is_exact or integers.bound <= limit:
 + if is_exact or integers.bound >= 0:
-test_audit_plants.py::test_integers_in_16_bits
-
 the audit takes the least of several bounds of integers
 - return max(labels, key=lambda
 + return min(labels, key=lambda
-test_audit_plants.py::test_integers_in_16_bits
-
 the audit reports powers of two, which are exact in 16 bits
 - if is_exact or integers.bound <= limit:
 + if integers.bound <= limit:
@@ -1340,8 +1292,6 @@ test_audit_fixes.py::test_the_fix_of_a_step_is_its_own_code
 the audit does not see the squares of a rounded array before arccosh
 - square integer_pow reduce_sum
 + square
-test_audit_plants.py::test_defects_in_parts_of_programs
-
 the audit does not know the phase of a complex exponential
 - if e.primitive.name == "mul" for v in e.invars]
 + if e.primitive.name == "div" for v in e.invars]
@@ -1366,13 +1316,9 @@ test_audit.py::test_the_sum_inside_of_a_softmax_is_no_cast_of_the_user
 the audit is silent about a matrix that the user rounds and factorizes
 - if _programs.Use.SOLVED in op.use:
 + if False:
-test_audit_plants.py::test_defects_in_parts_of_programs
-
 the audit is silent about rounded log-probabilities that are compared
 -     if _programs.Use.ORDER in op.use:
 +     if False:
-test_audit_plants.py::test_defects_in_parts_of_programs
-
 the audit is silent about a rounded matrix that is factorized
 - _programs.Use.SOLVED | _programs.Use.CHAINED: _SOLVED_READS
 + _programs.Use.NONE: _SOLVED_READS
@@ -1396,8 +1342,6 @@ test_audit_plants.py::test_differences_within_a_rounded_result
 the audit takes the parts of a rotation for differences of a loss
 - is_summand = any(
 + is_summand = True or any(
-test_fp32_outputs.py::test_differences_of_one_result_are_not_reported
-
 the audit reports a result from which its own mean is subtracted
 - if not is_made_of or _are_slices(
 + if True or _are_slices(
@@ -1432,8 +1376,6 @@ test_audit_plants.py::test_differences_within_a_rounded_result
 the fix of an FP32 matmul names a precision that the line does not set
 - function, context = _jax_function(op), "jax.default_matmul_precision('highest')"
 + return "Remove precision=HIGHEST"
-test_audit.py::test_the_fix_of_precision_highest_names_who_sets_it
-
 FP32 matmuls of a library's own choice are reported
 - return is_of_jax or _checks
 + return _checks
@@ -1507,13 +1449,9 @@ test_audit.py::test_the_root_in_a_derivative_is_no_norm
 a parameter that is stored in 16 bits may enter an exponential
 - half_of([*op.operands, *op.equation.outvars])
 + half_of(op.equation.outvars)
-test_audit_fixes.py::test_parameters_that_enter_an_exponential_are_read_in_fp32
-
 the rule for a parameter of an exponential leaves it stored in 16 bits
 - dtypes = "p=f32," * is_stored + "c=f32"
 + dtypes = "c=f32"
-test_audit_fixes.py::test_parameters_that_enter_an_exponential_are_read_in_fp32
-
 a parameter that is rounded before its softplus is not found
 -     return RoundedParameter(op, message, fix) if fix
 +     return RoundedParameter(op, message, fix) if False
@@ -1537,8 +1475,6 @@ test_audit_fixes.py::test_the_fixes_of_sums_of_segments
 the derivative of a tanh is a power that overflows
 - REDUCTIONS | _core.named("rsqrt one_minus_square")
 + REDUCTIONS | _core.named("rsqrt")
-test_audit.py::test_powers_overflow_in_float16_alone
-
 the fix of a power rounds its result to float16 again
 - fix = _origins.fix_operation(op, back)
 + fix = _origins.fix_operation(op, dtype.name)
@@ -1580,18 +1516,12 @@ test_audit_speed.py::test_chunks_cost_bytes
 the audit takes a measurement for state that a step reads
 - or n in _NONE.union(*parameters)
 + or True
-test_audit_steps.py::test_statistics_that_a_skipped_step_does_not_keep
-
 the audit takes a value that is NaN for one step for state
 - >= _BATCH | {n} and
 + >= _BATCH and
-test_audit_steps.py::test_statistics_that_a_skipped_step_does_not_keep
-
 the audit does not see that a step keeps its parameters
 - if is_choice and operands[0] >= _TEST:
 + if False:
-test_audit_steps.py::test_statistics_that_a_skipped_step_does_not_keep
-
 the audit takes a saturating cast for a choice of old values
 - not (operands[1] & operands[2]) >= _BATCH
 + True
@@ -1626,8 +1556,6 @@ test_audit_plants.py::test_state_of_a_training_step
 an average beside packed masters is taken for a moment
 - (bool(update.others & trained) or is_beside_packed)
 + bool(update.others & trained)
-test_audit_steps.py::test_averages_beside_masters_are_reported_and_the_fix_is_clean
-
 the audit overlooks averages of the parameters before the update
 - trained = masters.union(n for n in stored if
 + trained = masters.union(n for n in stored if not
@@ -1658,8 +1586,6 @@ test_audit_plants.py::test_linear_recurrences
 rows that iterations of a loop read count as the whole array
 - return (shares[0] or 0.0) + (written if is_varied else 1.0)
 + return 1.0
-test_audit.py::test_the_gradient_of_a_row_that_an_iteration_reads
-
 one row that all iterations read counts as other rows
 - (written if is_varied else 1.0)
 + written
@@ -1674,8 +1600,6 @@ test_audit_fixes.py::test_the_fix_of_a_step_is_its_own_code
 all terms of a scatter with known indices count as one sum
 - if indices is not None and indices.size:
 + if False:
-test_audit.py::test_the_terms_of_known_indices_are_counted
-
 the sums of the elements of a batch count as one
 - if axis not in batch
 + if True
@@ -1742,8 +1666,6 @@ test_audit_plants.py::test_gradients_and_their_scale
 a power iteration is reported
 - other is matrix and (
 + other is None and (
-test_audit.py::test_a_power_iteration_is_fp32_by_design
-
 two heads of one layer are a power iteration
 - is_near(each.outvars[0], vector) or
 + each is not op.equation or
@@ -1788,8 +1710,6 @@ test_audit_fixes.py::test_a_rule_of_a_fix_names_all_modules_without_other_scopes
 the fix of a wide operand in words asks for FP32
 - remedy = "Cast the wide arrays that this line reads to 16 bits."
 + pass
-test_audit_fixes.py::test_a_rejected_fix_names_the_dtype_without_code
-
 the fix in words of a rounded result rounds it again
 - remedy = " ".join(sentence.rstrip(":.") + "." for sentence in sentences)
 + remedy = "Cast the arrays that this line reads to FP32, and its results back."
@@ -1876,7 +1796,7 @@ two options that exclude each other are accepted
 test_cli.py::test_a_mistake_is_one_message
 """,
     "jaxmp/_tools/cli/_arguments.py": r"""
---share leaves another share in the environment
+the option --share leaves another share in the environment
 - os.environ.pop("XLA_CLIENT_MEM_FRACTION", None)
 +
 test_memory.py::test_a_share_on_the_command_line_replaces_that_of_the_environment
@@ -1905,13 +1825,9 @@ test_cli_inputs.py::test_results_do_not_replace_inputs_or_each_other
 a result of the command replaces a file of somebody else
 - isinstance(first, dict) and set(_KEYS[command].split()) <= first.keys()
 + isinstance(first, dict)
-test_cli_inputs.py::test_results_replace_earlier_ones_alone
-
 an empty module is replaced
 - return not path.endswith(".py")
 + return True
-test_cli_inputs.py::test_results_replace_earlier_ones_alone
-
 a page of another command is replaced
 - return is_page and f"<title>{_TITLES[command]}</title>" in text
 + return is_page
@@ -1963,8 +1879,6 @@ test_audit_fixes.py::test_the_fixes_of_sums_of_segments
 the code that scales queries leaves the scale of the logits
 - return later.replaced_by(code) if is_whole else code
 + return code
-test_audit_fixes.py::test_fixes_of_values_that_are_rounded_before
-
 the first value of a carry is not known if it is a number
 - if position is None:
 + if True:
@@ -2010,8 +1924,6 @@ test_audit_fixes.py::test_the_codes_of_a_fix_are_those_that_work
 the fix of a method on its own line has no code
 - before.endswith(b".")
 + False
-test_audit_fixes.py::test_fixes_of_values_that_are_rounded_before
-
 the fix of an augmented assignment has no code
 - case [ast.AugAssign(target, operator, value)]:
 + case [ast.AugAssign(target, operator, value)] if not code:
@@ -2026,13 +1938,9 @@ test_audit_fixes.py::test_a_fix_has_the_name_that_the_file_imports
 a part of a fix never becomes FP32, too
 - edits = frozenset(_with_parts(edit, following) for edit in edits)
 + pass
-test_audit_fixes.py::test_fixes_of_values_that_are_rounded_before
-
 the trial of all fixes leaves out those inside of other expressions
 - elif edit.old in outer[-1].code:
 + elif False:
-test_audit_fixes.py::test_fixes_of_values_that_are_rounded_before
-
 a finding that the code of another one removes has no code
 - (row := next(others_fix, None))
 + (row := None)
@@ -2145,8 +2053,6 @@ test_memory.py::test_scattered_gradients_of_a_similarity_matrix_are_one_array
 loops are estimated to read transposed arguments in place
 - if name == "transpose" and operands[0] in self._arguments:
 + if False:
-test_memory.py::test_loops_and_no_matmuls_read_copies_of_transposed_arguments
-
 matmuls are estimated to copy transposed arguments
 - if reads and not (is_matmul and operand.name == "transpose"):
 + if reads:
@@ -2161,13 +2067,9 @@ test_nonfinite.py::test_divergence_in_fp32_has_no_other_cause
 locate: a run in FP32 does not show that the precision is the cause
 - return self.has_lost_constant or self.in_fp32()[0].is_finite(self.operation)
 + return self.has_lost_constant
-test_nonfinite.py::test_operands_that_16_bits_round_are_the_cause
-
 locate: a constant that is 0 in 16 bits is not named
 - return any(any(map(is_zero, op.operands)) and
 + return any(False and
-test_nonfinite.py::test_operands_that_16_bits_round_are_the_cause
-
 locate: the sum of exponentials that underflow is that of a masked row
 - exp is not None and INFINITE in (
 + exp is not None and None not in (
@@ -2182,8 +2084,6 @@ test_audit_script.py::test_a_state_that_no_step_has_written_comes_from_its_initi
 locate: gradients that the optimizer checks do not count
 - is_check = lambda op: op.name == "is_finite" and not op.location.differentiated
 + is_check = lambda op: False
-test_nonfinite.py::test_the_largest_passing_scale_is_exact
-
 locate: the search for a loss scale goes in the wrong direction
 - low, high = (middle, high) if passes(middle) else (low, middle)
 + low, high = (low, middle) if passes(middle) else (middle, high)
@@ -2240,8 +2140,6 @@ test_nonfinite.py::test_a_step_whose_gradients_are_all_zero_is_named
 locate: the carry of a loop comes from the next iteration
 - before = at[-1] - inner.step
 + before = at[-1] + inner.step
-test_nonfinite.py::test_a_planted_fault_is_named_and_its_fix_removes_it
-
 locate: derivatives belong to the forward pass
 - is_residual = self.via is not None and not self.source.op.is_backward
 + is_residual = False
@@ -2293,8 +2191,6 @@ test_plan.py::test_the_search_finds_what_trying_each_batch_finds
 plan: FP32 is compared with 16 bits as its reference
 - check *= own not in ("fp32", reference)
 + check *= own != reference
-test_plan.py::test_the_recommendation_names_bytes_and_formats
-
 plan: a recipe is recommended for a gain within the error of the roofline
 - max(best.interval, default=_value(best))
 + _value(best)
@@ -2325,8 +2221,6 @@ test_statistics.py::test_the_suggested_scale_is_confirmed_by_all_powers_of_two
 statistics: the loss scale of the step is not taken out of its gradients
 - 127 - shift + power
 + 127 + power
-test_statistics.py::test_the_scale_of_the_step_is_taken_out
-
 statistics: magnitudes of gradients contain the loss scale
 - scale if is_scaled else 1.0
 + 1.0
@@ -2639,8 +2533,6 @@ test_fp8_state.py::test_states_follow_the_rule
 layers exchange their new FP8 states
 - (is_used, maxima) in zip(indices, parts, strict=True):
 + (is_used, maxima) in zip(indices[::-1], parts, strict=True):
-test_fp8_state.py::test_states_of_a_model_are_updated_as_each_layer_updates_its_own
-
 the newest entry of an amax history is lost
 -     grown = jnp.where(is_first, latest[..., None], older)
 +     grown = jnp.where(is_first, history, older)
@@ -2687,8 +2579,6 @@ test_losses.py::test_losses_and_gradients_are_those_of_fp64
 sums of exponentials are joined without the difference of their maxima
 - exp + its_exp * factor)
 + exp + its_exp)
-test_losses.py::test_one_pass_over_the_logits_has_the_sums_of_two
-
 the logit of a label is that of the first class of its group
 - hit = jnp.where(labels % group == index, parts[index], hit)
 + hit = parts[0]
@@ -2716,13 +2606,9 @@ test_average.py::test_averages_of_rounded_arrays_converge_and_those_of_optax_do_
 plain loops train other groups of parameters outside of the guard
 -         is_group = isinstance(part, optax.MaskedState) and bool(part.inner_state)
 +         is_group = False
-test_optim.py::test_wrappers_in_a_plain_loop_train_right_or_are_named
-
 plain loops may have momentum behind the guard
 - is_link and _keeps_or_hides(part)
 + i in fronts and _keeps_or_hides(part)
-test_optim.py::test_wrappers_in_a_plain_loop_train_right_or_are_named
-
 plain loops may have a transformation that hides overflows in front
 -     if is_link and guards[0]:
 +     if False:
@@ -2807,8 +2693,6 @@ test_sharding.py::test_parameters_masters_and_moments_share_their_bytes
 moments are split along the last free dimension instead of the first
 - in enumerate(zip(spec, shape, strict=True)):
 + in list(enumerate(zip(spec, shape, strict=True)))[::-1]:
-test_sharding.py::test_moments_are_split_along_the_first_free_dimension
-
 moments are split over an axis that already splits their parameter
 -     if axis in _core.axis_names(spec):
 +     if axis in spec[1:]:
