@@ -659,7 +659,7 @@ test_gradients.py::test_vmap_averages_once
 microbatches of rows on explicit axes lose their sharding
 - out_sharding=_sharding_of_parts(leaf)
 + out_sharding=None
-test_audit_sharding.py::test_microbatches_of_sharded_rows_have_the_gradients_of_the_batch
+test_gradients.py::test_microbatches_of_sharded_rows_have_the_gradients_of_the_batch
 """,
     "jaxmp/_gradients/_fp32/__init__.py": r"""
 a scalar parameter in 16 bits causes a warning of a rounded loss
@@ -1682,7 +1682,7 @@ test_hlo.py::test_line_breaks_in_attributes_do_not_end_a_computation
 the audit confuses the axes of a mesh
 - along != along[:, :1]
 + along == along[:, :1]
-test_audit_sharding.py::test_replica_groups_are_mesh_axes
+test_hlo.py::test_replica_groups_are_mesh_axes
 """,
     "jaxmp/_tools/audit/_hlo_matmuls.py": r"""
 matmuls of asynchronous calls count again for their start

@@ -20,12 +20,14 @@ from findings import the_only
 from gpu_compiler import needs_compiler
 from grids import EXPENSIVE, fast_cases
 from jaxmp import audit
-from jaxmp._core._targets import get_target, targets
+from jaxmp._core._targets import targets
 from jaxmp._tools.audit import _compile
 from jaxmp._tools.audit._trace import trace
 from language_models import byte_gpt_step
 from processes import run_script
 from sources import line_of
+
+pytestmark = needs_compiler
 
 HERE = Path(__file__)
 BF16 = "p=f32,c=bf16,o=f32"
@@ -50,7 +52,6 @@ SMALL = GPT(layers=1, width=32, heads=2, max_length=16)
 SMALL_BATCH = jax.ShapeDtypeStruct((4, 17), jnp.int32)
 
 
-@needs_compiler
 @EXPENSIVE
 def test_the_example_runs_in_bf16_and_says_where_each_matmul_comes_from():
     report = example()
@@ -76,7 +77,6 @@ def test_the_example_runs_in_bf16_and_says_where_each_matmul_comes_from():
     assert "unfused_attention" not in {finding.check for finding in report.findings}
 
 
-@needs_compiler
 @EXPENSIVE
 def test_the_update_of_the_example_moves_what_it_must():
     memory = example().memory
@@ -90,7 +90,6 @@ def test_the_update_of_the_example_moves_what_it_must():
     assert 0 <= memory.outputs - memory.aliased < 4096 < memory.temporary
 
 
-@needs_compiler
 @pytest.mark.parametrize(("recipe", "dtype"), [("fp32", "float32"), ("tf32", "tf32")])
 def test_fp32_products_round_to_tf32_unless_the_recipe_says_highest(recipe, dtype):
     plain, x = nn.Dense(64), shape(128, 64, dtype=jnp.float32)
@@ -111,7 +110,6 @@ OPERANDS = {gpu: ("bfloat16", "float16", "tf32") for gpu in GPUS} | {
 }
 
 
-@needs_compiler
 @pytest.mark.parametrize("target", GPUS)
 @fast_cases("t4", "l4")
 @pytest.mark.filterwarnings("ignore:The policies compute in bfloat16:jaxmp.errors.RecipeWarning")
@@ -124,7 +122,6 @@ def test_each_gpu_multiplies_in_its_own_formats(target):
     assert found == [{(dtype, dtype)} for dtype in OPERANDS[target]]
 
 
-@needs_compiler
 @EXPENSIVE
 def test_nnx_steps():
     step = byte_gpt_step("nnx", "bf16", SMALL)
@@ -156,7 +153,6 @@ def fp8_dot(x, w):
 FP8 = shape(512, 512, dtype=jnp.float8_e4m3fn)
 
 
-@needs_compiler
 def test_fp8_products_are_real_where_the_card_has_them():
     report = audit(fp8_dot, FP8, FP8, target="h200")
     (row,) = report.gemms
@@ -164,7 +160,6 @@ def test_fp8_products_are_real_where_the_card_has_them():
     assert "fp8_fallback" not in {finding.check for finding in report.findings}
 
 
-@needs_compiler
 def test_fp8_products_fall_back_where_the_card_has_none():
     finding = the_only(audit(fp8_dot, FP8, FP8, target="a100").findings, "fp8_fallback")
     assert (finding.module, finding.file, finding.line) == (
@@ -179,7 +174,6 @@ def quantized(x):
     return jnp.clip(x, -448, 448).astype(jnp.float8_e4m3fn).astype(jnp.bfloat16)
 
 
-@needs_compiler
 @pytest.mark.parametrize(("between", "falls_back"), [(lambda x: x, False), (jnp.abs, True)])
 def test_quantized_and_dequantized_dots(between, falls_back):
     """XLA rewrites the pattern to an FP8 matmul; an operation in between breaks the pattern."""
@@ -205,7 +199,6 @@ def test_quantized_and_dequantized_dots(between, falls_back):
 # ---------------------------------------------------------------------------
 
 
-@needs_compiler
 @pytest.mark.parametrize("implementation", ["cudnn", "xla"])
 @fast_cases("cudnn")
 def test_attention_kernels(implementation):
@@ -230,7 +223,6 @@ def test_attention_kernels(implementation):
         assert {row.line for row in report.attention} == {line_of(HERE, "attention")}
 
 
-@needs_compiler
 def test_what_keeps_a_gpu_from_the_fused_kernel():
     def loss_fn(q, mask):
         with jax.named_scope("attend"):
@@ -261,7 +253,6 @@ def mesh():
     return jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
 
 
-@needs_compiler
 def test_collectives_that_xla_combines_are_told_apart(mesh):
     whole = NamedSharding(mesh, PartitionSpec())
 
@@ -285,7 +276,6 @@ def test_collectives_that_xla_combines_are_told_apart(mesh):
     assert {finding.module for finding in found} == {"first", "second"}
 
 
-@needs_compiler
 def test_a_weight_gathered_together_with_fp8_ones_is_no_fallback(mesh):
     whole = NamedSharding(mesh, PartitionSpec())
 
@@ -312,7 +302,6 @@ def test_a_weight_gathered_together_with_fp8_ones_is_no_fallback(mesh):
     assert "fp8_fallback" not in {f.check for f in report.findings if f.module == "head"}
 
 
-@needs_compiler
 def test_shard_map_over_a_mesh_of_other_devices(mesh):
     def f(x):
         def shard(x):
@@ -328,7 +317,6 @@ def test_shard_map_over_a_mesh_of_other_devices(mesh):
     assert row.bytes == 64 * 64 * 4 and report.gpu.startswith("4 x NVIDIA H100")
 
 
-@needs_compiler
 def test_two_meshes_are_refused(mesh):
     other = jax.make_mesh((2,), ("model",), axis_types=(jax.sharding.AxisType.Auto,))
     args = sharded(mesh, 8, 8), sharded(other, 8, 8, over="model")
@@ -370,7 +358,6 @@ def by_jit(mesh):
     return jax.jit(lambda x: (x @ x.T).sum(), in_shardings=NamedSharding(mesh, SPREAD))
 
 
-@needs_compiler
 @pytest.mark.parametrize(
     "make",
     [
@@ -401,7 +388,6 @@ def mapped_over(mesh):
     return jax.pmap(jnp.matmul, devices=mesh.devices.ravel().tolist()), (1, 64, 64)
 
 
-@needs_compiler
 @pytest.mark.parametrize("make", [jitted_over, mapped_over])
 def test_a_mesh_of_a_single_device(make):
     fn, sizes = make(jax.make_mesh((1,), ("data",), devices=jax.devices()[:1]))
@@ -410,7 +396,6 @@ def test_a_mesh_of_a_single_device(make):
     assert operands(report) == {("bfloat16", "bfloat16")}
 
 
-@needs_compiler
 @pytest.mark.filterwarnings("ignore:.with mesh:DeprecationWarning")
 @pytest.mark.parametrize("enter", [jax.set_mesh, contextlib.nullcontext])
 def test_the_current_mesh(enter):
@@ -422,7 +407,6 @@ def test_the_current_mesh(enter):
     assert operands(report) == {("bfloat16", "bfloat16")}
 
 
-@needs_compiler
 def test_a_constraint_to_a_mesh_without_devices():
     mesh = jax.sharding.AbstractMesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     rows = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data"))
@@ -437,14 +421,12 @@ def test_a_constraint_to_a_mesh_without_devices():
     assert report.memory.outputs == 256 * 256 * 2 // 4
 
 
-@needs_compiler
 def test_meshes_of_different_devices_are_refused(mesh):
     pair = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("data",))
     with pytest.raises(jaxmp.errors.AuditError, match="meshes of different devices"):
         audit(by_constraint(mesh), sharded(pair, 256, 64), target="h200")
 
 
-@needs_compiler
 def test_host_callbacks_are_refused_with_their_line():
     def f(x):
         jax.debug.print("{}", x[0, 0])  # print
@@ -462,7 +444,6 @@ def test_host_callbacks_are_refused_with_their_line():
 # ---------------------------------------------------------------------------
 
 
-@needs_compiler
 def test_loops_multiply_what_is_inside():
     def f(w, x):
         def layer(x, w):
@@ -477,7 +458,6 @@ def test_loops_multiply_what_is_inside():
     assert row.flops == report.flops
 
 
-@needs_compiler
 def test_convolutions_and_both_their_gradients():
     def loss_fn(x, w):
         with jax.named_scope("conv"):
@@ -495,7 +475,6 @@ def test_convolutions_and_both_their_gradients():
     assert {row.kernel for row in report.gemms} == {"cudnn"} and len(operands(report)) == 1
 
 
-@needs_compiler
 def test_a_convolution_that_returns_its_fp32_sums_is_a_note():
     """cuDNN has none; the rule of `rounded_output` for a head must not lead to another error."""
     recipe = jaxmp.load_recipe(jaxmp.PolicyMap("bf16", jaxmp.Rule("**", "o=f32")))
@@ -506,7 +485,6 @@ def test_a_convolution_that_returns_its_fp32_sums_is_a_note():
     assert report.ok and any("cuDNN has no convolution" in note for note in report.notes)
 
 
-@needs_compiler
 def test_state_that_is_not_donated_is_a_note():
     def step(w, x):
         return w - 0.1 * jax.grad(lambda w: (x @ w).sum())(w)
@@ -538,7 +516,6 @@ def small_step(tmp_path):
     return f"{file}:make_step"
 
 
-@needs_compiler
 def test_the_command_compiles(small_step, command):
     status, out, _ = command("audit", small_step, "--recipe", "bf16", "--target", "h200")
     assert status == 0
@@ -546,97 +523,10 @@ def test_the_command_compiles(small_step, command):
 
 
 # ---------------------------------------------------------------------------
-# Errors, also without the compiler
-# ---------------------------------------------------------------------------
-
-
-def test_an_unknown_target_is_refused_before_anything_is_traced():
-    with pytest.raises(jaxmp.errors.AuditError, match="Did you mean 'h200'"):
-        audit(lambda x: pytest.fail("traced"), jnp.ones(2), target="h20")
-
-
-# ---------------------------------------------------------------------------
 # Target GPU present on this machine
 # ---------------------------------------------------------------------------
 
 
-class FakeDevice:
-    """Device object with the attributes that JAX has for a GPU."""
-
-    def __init__(self, check, number=0):
-        self.device_kind, self.id = check, number
-
-
-@pytest.fixture
-def here(monkeypatch):
-    """Makes GPUs of some checks the devices of this process; returns them."""
-
-    def put(*checks):
-        devices = [FakeDevice(check, number) for number, check in enumerate(checks)]
-        monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-        monkeypatch.setattr(jax, "local_devices", lambda: devices)
-        # Devices of other processes, for which a single process cannot compile.
-        monkeypatch.setattr(jax, "devices", lambda: [*devices, FakeDevice(checks[0], 99)])
-        return devices
-
-    return put
-
-
-@pytest.mark.parametrize(
-    ("target", "check", "is_it"),
-    [
-        # Names as CUDA reports them (`cudaDeviceProp.name`, `nvidia-smi -L`).
-        ("a100", "NVIDIA A100-SXM4-80GB", True),
-        ("a100-40-pcie", "NVIDIA A100-PCIE-40GB", True),
-        ("a100-pcie", "NVIDIA A100 80GB PCIe", True),
-        ("h100", "NVIDIA H100 80GB HBM3", True),
-        ("h100-pcie", "NVIDIA H100 PCIe", True),
-        ("h100", "NVIDIA H100 PCIe", False),
-        ("h200", "NVIDIA H200", True),
-        ("h200", "NVIDIA H200 NVL", False),
-        ("b200", "NVIDIA B200", True),
-        ("a100-40", "NVIDIA A100-SXM4-40GB", True),
-        ("t4", "Tesla T4", True),
-        ("l4", "NVIDIA L4", True),
-        ("rtx4090", "NVIDIA GeForce RTX 4090", True),
-        ("l4", "NVIDIA L40S", False),
-        ("a100-40", "NVIDIA A100-SXM4-80GB", False),
-        ("rtx4090", "NVIDIA GeForce RTX 4090 Laptop GPU", False),
-        ("h100", "NVIDIA H200", False),
-        ("a100", "NVIDIA A10", False),
-        ("h200", "NVIDIA GH200 480GB", False),
-        ("b200", "NVIDIA GB200", False),
-        ("a100", "NVIDIA A100-SXM4-80GB MIG 1g.10gb", False),
-        ("h100", "NVIDIA H100 80GB HBM3 MIG 3g.40gb", False),
-        ("h100", "AMD Instinct MI300X", False),
-    ],
-)
-def test_which_card_a_device_is(here, target, check, is_it):
-    devices = here(check)
-    assert _compile._real_devices(get_target(target), None, 1) == (devices if is_it else [])
-
-
-def test_cards_of_this_process_are_taken_if_they_are_enough(here):
-    first, _, third = here("NVIDIA H200", "NVIDIA RTX A2000", "NVIDIA H200")
-    assert _compile._real_devices(get_target("h200"), None, 1) == [first]
-    assert _compile._real_devices(get_target("h200"), None, 2) == [first, third]
-    assert _compile._real_devices(get_target("h200"), None, 3) == []
-
-
-def test_a_mesh_of_the_cards_keeps_its_order(here):
-    first, second = here("NVIDIA H200", "NVIDIA H200")
-
-    def mesh_of(*devices):
-        return jax.sharding.Mesh(np.array(devices, dtype=object), ("data",))
-
-    assert _compile._real_devices(get_target("h200"), mesh_of(second, first), 2) == [second, first]
-    # A mesh of other devices determines the number of devices.
-    others = FakeDevice("cpu", 7), FakeDevice("cpu", 8)
-    assert _compile._real_devices(get_target("h200"), mesh_of(*others), 2) == [first, second]
-    assert _compile._real_devices(get_target("b200"), mesh_of(second, first), 2) == []
-
-
-@needs_compiler
 def test_a_program_of_the_real_compiler_reads_the_same(monkeypatch):
     """If the GPU is present, XLA may compile matmuls to Triton kernels."""
 
@@ -663,19 +553,6 @@ def test_a_program_of_the_real_compiler_reads_the_same(monkeypatch):
     assert {row.out for row in (*real.gemms, *described.gemms)} == {"bfloat16"}
 
 
-def test_a_card_that_jax_is_told_not_to_use_is_not_there(here, monkeypatch):
-    here("NVIDIA H200")
-    monkeypatch.setattr(jax, "default_backend", lambda: "cpu")
-    assert _compile._real_devices(get_target("h200"), None, 1) == []
-
-
-def test_without_the_compiler_the_error_says_what_to_install(monkeypatch):
-    monkeypatch.setattr(_compile.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(jaxmp.errors.MissingDependencyError, match=r'pip install "jaxmp\[aot\]"'):
-        audit(lambda x: x @ x, jnp.ones((8, 8)), target="h200")
-
-
-@needs_compiler
 @pytest.mark.parametrize("first", ["", "import jax; jax.devices()"])
 @fast_cases("")
 def test_starts_where_jax_is_told_no_platform_and_cuda_libraries_are_missing(first):
@@ -692,7 +569,6 @@ def test_starts_where_jax_is_told_no_platform_and_cuda_libraries_are_missing(fir
     assert first or done.stderr == ""
 
 
-@needs_compiler
 @EXPENSIVE
 def test_the_command_prints_nothing_of_missing_cuda_libraries(small_step):
     # JAX warns of a cached program that was compiled for a GPU which is not present.

@@ -20,11 +20,11 @@ from findings import the_only
 from gpu_compiler import needs_compiler
 from grids import fast_cases
 from jaxmp import audit
-from jaxmp._tools.audit._hlo import Program
-from jaxmp._tools.audit._hlo_collectives import mesh_axes
 from relaxed import relaxed
 from sources import code_of
 from training_steps import new_state, state_step
+
+pytestmark = needs_compiler
 
 BF16 = "p=f32,c=bf16,o=f32"
 WIDTH, ROWS, LAYERS = 512, 2048, 3
@@ -108,7 +108,6 @@ def sent(report, content, operation=""):
 # ---------------------------------------------------------------------------
 
 
-@needs_compiler
 def test_reduce_dtype_decides_whether_gradients_in_16_bits_are_an_error():
     plain = step_of(mlp, jax.value_and_grad)
     report = compiled(plain, policies="bf16")
@@ -126,7 +125,6 @@ def test_reduce_dtype_decides_whether_gradients_in_16_bits_are_an_error():
     assert sent(report, "gradient") == {"float32": 4 * LAYERS * ONE}
 
 
-@needs_compiler
 def test_the_gradients_of_sharded_convolutions_are_scattered_although_a_norm_reads_them():
     def loss_fn(kernels, x):
         for kernel in kernels:
@@ -143,7 +141,6 @@ def test_the_gradients_of_sharded_convolutions_are_scattered_although_a_norm_rea
     assert sent(report, "gradient", "all-reduce") == {}
 
 
-@needs_compiler
 def test_the_fix_of_a_sum_that_remains_is_a_backward_pass():
     def step_with(matmul):
         def loss_fn(params, x):
@@ -171,7 +168,6 @@ def test_the_fix_of_a_sum_that_remains_is_a_backward_pass():
     assert sent(report, "gradient") == {"float32": 4 * ONE + 4}  # and the loss
 
 
-@needs_compiler
 def test_the_gradient_of_an_activation_that_only_a_scale_reads_is_no_error():
     """In tensor parallelism, the gradient of the first layer's input is summed in 16 bits."""
 
@@ -193,7 +189,6 @@ def test_the_gradient_of_an_activation_that_only_a_scale_reads_is_no_error():
     assert len([note for note in report.notes if "as in tensor parallelism" in note]) == 1
 
 
-@needs_compiler
 def test_gradients_that_an_optimizer_multiplies_are_gradients():
     """Muon multiplies gradients; a loop over steps multiplies the parameters they update."""
 
@@ -217,7 +212,6 @@ def test_gradients_that_an_optimizer_multiplies_are_gradients():
 # ---------------------------------------------------------------------------
 
 
-@needs_compiler
 def test_a_weight_gathered_wider_than_it_is_read_is_an_error():
     """The obvious constraint of the gathered weight lets XLA gather before it casts."""
     wide = functools.partial(mlp, cast=lambda w: constrain(low(w), P(None, None)))
@@ -272,7 +266,6 @@ def gathering_step(code, folder):
     return runpy.run_path(str(file))["step"], str(file)
 
 
-@needs_compiler
 @fast_cases("before a cast")
 @pytest.mark.parametrize("name", GATHERED)
 def test_the_fix_of_a_gather_is_the_constraint_of_the_program(name, tmp_path):
@@ -289,7 +282,6 @@ def test_the_fix_of_a_gather_is_the_constraint_of_the_program(name, tmp_path):
     assert sent(report, "weight") == {"bfloat16": 2 * LAYERS * ONE}
 
 
-@needs_compiler
 def test_a_constraint_that_the_batch_shares_is_not_the_fix_of_a_gather():
     """`constrain` would also split the rows that it gathers here."""
 
@@ -305,7 +297,6 @@ def test_a_constraint_that_the_batch_shares_is_not_the_fix_of_a_gather():
     assert "gathered_sharding_of_w" in finding.fix
 
 
-@needs_compiler
 def test_weights_that_are_read_in_fp32_or_in_fp8_are_gathered_in_the_right_dtype():
     def loss_fn(params, x):
         scale, router, up = params
@@ -332,7 +323,6 @@ def test_weights_that_are_read_in_fp32_or_in_fp8_are_gathered_in_the_right_dtype
     assert {("router", "float32"), ("up", "float8_e4m3fn")} <= gathered
 
 
-@needs_compiler
 def test_rows_of_a_table_are_activations_if_the_batch_selects_them():
     """The table of positions is gathered as a weight, although its rows are looked up."""
 
@@ -361,7 +351,6 @@ def zero_1(name):
         return compiled(step, state, policies=recipe)
 
 
-@needs_compiler
 def test_zero_1_gathers_updated_parameters_as_they_are_stored():
     report = zero_1("bf16")
     assert report.ok and severities(report) == {"fp32_all_gather": "warning"}
@@ -374,7 +363,6 @@ def test_zero_1_gathers_updated_parameters_as_they_are_stored():
     assert sent(report, "update", "all-gather") == {"bfloat16": 2 * LAYERS * ONE}
 
 
-@needs_compiler
 def test_updates_that_xla_gathers_together_with_a_gradient_are_updates():
     """The gradient is that of a table, of which the head's part is gathered for its scatter."""
     shapes = {"down": (4 * WIDTH, WIDTH), "table": (2 * WIDTH, WIDTH), "up": (WIDTH, 4 * WIDTH)}
@@ -399,7 +387,6 @@ def test_updates_that_xla_gathers_together_with_a_gradient_are_updates():
     assert sent(report, "update", "all-gather") == {"float32": size}
 
 
-@needs_compiler
 @pytest.mark.parametrize("is_placed", [True, False])
 @fast_cases("True")
 def test_activations_gathered_over_the_axis_of_the_weights(is_placed):
@@ -430,7 +417,6 @@ def test_activations_gathered_over_the_axis_of_the_weights(is_placed):
     assert set(sent(report, "weight")) == {"bfloat16"}
 
 
-@needs_compiler
 def test_activations_gathered_although_they_are_constrained():
     """XLA gathers some activations of a plain function until it knows the weights' shardings."""
     shapes = {"up": (WIDTH, 4 * WIDTH), "down": (4 * WIDTH, WIDTH), "table": (2 * WIDTH, WIDTH)}
@@ -461,7 +447,6 @@ def test_activations_gathered_although_they_are_constrained():
     assert set(sent(report, "weight")) == {"bfloat16"}
 
 
-@needs_compiler
 def test_gathered_weights_that_are_kept_until_the_backward_pass():
     report = compiled(step_of(mlp))
     finding = the_only(report.findings, "kept_weights")
@@ -516,7 +501,6 @@ def remedied(report, mesh=MESH):
     return step_of(free, lambda _: run)
 
 
-@needs_compiler
 def test_microbatches_under_jit_are_summed_one_by_one_and_the_remedy_sums_once():
     whole = 4 * LAYERS * ONE
     report = compiled(step_of(mlp, in_microbatches), WHOLE)
@@ -532,7 +516,6 @@ def test_microbatches_under_jit_are_summed_one_by_one_and_the_remedy_sums_once()
     assert sum(row.count for row in report.collectives if row.bytes > 4096) == 1
 
 
-@needs_compiler
 def test_microbatches_of_reduced_parameters_are_summed_once():
     mesh = mesh_of(AxisType.Explicit, data=8)
     batch = shape((ROWS, WIDTH), P("data"), mesh=mesh)
@@ -553,7 +536,6 @@ def test_microbatches_of_reduced_parameters_are_summed_once():
     assert severities(compiled(summed_once, params, batch)) == {}
 
 
-@needs_compiler
 def test_chunks_of_the_loss_are_no_microbatches():
     """With two mesh axes, XLA summed the gradient of a split table in each chunk of the loss."""
     specs = P(("model", "data"), None), P("model", None)
@@ -572,7 +554,6 @@ def test_chunks_of_the_loss_are_no_microbatches():
     assert sent(report, "gradient") == {"float32": pytest.approx(4 * 4 * ONE // 2, rel=1e-4)}
 
 
-@needs_compiler
 def test_the_remedy_for_microbatches_gathers_weights_in_16_bits():
     report = compiled(remedied(compiled(step_of(mlp, in_microbatches))))
     assert report.ok and severities(report) == {"kept_weights": "warning"}
@@ -581,7 +562,6 @@ def test_the_remedy_for_microbatches_gathers_weights_in_16_bits():
     assert sent(report, "gradient") == {"float32": pytest.approx(4 * LAYERS * ONE, rel=1e-4)}
 
 
-@needs_compiler
 def test_the_remedy_for_microbatches_leaves_other_axes_automatic():
     mesh = MESH_2D
     columns = [P(None, "model"), P("model", None)]
@@ -599,7 +579,6 @@ def test_the_remedy_for_microbatches_leaves_other_axes_automatic():
     assert {(row.axes, row.count, row.in_outer_loop) for row in sums} == {(("model",), PARTS, True)}
 
 
-@needs_compiler
 def test_a_loop_over_steps_is_no_loop_over_microbatches():
     step = step_of(mlp)
 
@@ -609,7 +588,6 @@ def test_a_loop_over_steps_is_no_loop_over_microbatches():
     assert severities(compiled(steps, WHOLE)) == {}
 
 
-@needs_compiler
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
 @fast_cases("AxisType.Explicit")
 def test_interleaved_microbatches_leave_rows_on_their_devices(axis_type):
@@ -626,34 +604,11 @@ def test_interleaved_microbatches_leave_rows_on_their_devices(axis_type):
     assert operations[0] > {"all-reduce"} and operations[1] == {"all-reduce"}
 
 
-@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
-@pytest.mark.parametrize("form", ["jit", "shard_map"])
-def test_microbatches_of_sharded_rows_have_the_gradients_of_the_batch(axis_type, form):
-    mesh = jax.make_mesh((2,), ("data",), axis_types=(axis_type,))
-    rng = np.random.default_rng(0)
-    x = rng.normal(size=(16, 4)).astype(np.float32)
-    w = rng.normal(size=(4, 4)).astype(np.float32)
-    loss_fn = lambda w, x: jnp.mean(jnp.tanh(x @ w) ** 2)
-    expected = jax.value_and_grad(loss_fn)(w, x)
-    on_mesh = jax.device_put(x, NamedSharding(mesh, P("data")))
-    whole = jax.device_put(w, NamedSharding(mesh, P()))
-    if form == "jit":
-        run = in_microbatches(loss_fn)
-    else:
-        run = in_microbatches(loss_fn, axis_name="data")
-        run = jax.shard_map(run, mesh=mesh, in_specs=(P(), P("data")), out_specs=P())
-    with jax.set_mesh(mesh):
-        loss, grads = jax.jit(run)(whole, on_mesh)
-    np.testing.assert_allclose(loss, expected[0], rtol=1e-6)
-    np.testing.assert_allclose(grads, expected[1], rtol=1e-5)
-
-
 # ---------------------------------------------------------------------------
 # Rows of the report
 # ---------------------------------------------------------------------------
 
 
-@needs_compiler
 def test_views_list_collectives_with_content_dtype_bytes_axes_and_module():
     report = compiled(step_of(mlp))
     rows = [line.split() for line in report.to_text(full=True, width=160).splitlines()]
@@ -666,32 +621,3 @@ def test_views_list_collectives_with_content_dtype_bytes_axes_and_module():
     fields = json.loads(report.to_json())["collectives"]
     assert {"operation", "content", "dtype", "bytes", "axes", "module"} <= set(fields[0])
     assert jaxmp.typing.AuditReport.from_json(report.to_json()) == report
-
-
-@pytest.mark.parametrize(
-    ("groups", "axes"),
-    [
-        ("mesh['data'=4,'model'=2] {'data'}", ("data",)),
-        ("mesh['axis_0'=4,'axis_1'=2] {'axis_1'}", ("model",)),
-        ("mesh['axis_0'=8] {'axis_0'}", ("data", "model")),
-        ("[4,2]<=[8]", ("model",)),
-        ("[2,4]<=[4,2]T(1,0)", ("data",)),
-        ("[1,8]<=[8]", ("data", "model")),
-        ("{{0,2,4,6},{1,3,5,7}}", ("data",)),
-        ("{}", ("data", "model")),
-        ("{{0,3},{1,2},{4,7},{5,6}}", ("data", "model")),
-        # Two of the four devices along an axis, and groups of which one is not known.
-        ("mesh['data'=4,'model'=2] {'data':(2)2}", ("data",)),
-        ("mesh['axis_0'=2,'axis_1'=2,'axis_2'=2] {'axis_0'}", ("data",)),
-        ("{{0,1,2},{3,4}}", ()),
-    ],
-)
-def test_replica_groups_are_mesh_axes(groups, axes):
-    text = f"""
-ENTRY %main (a: f32[8]) -> f32[8] {{
-  %a = f32[8]{{0}} parameter(0)
-  ROOT %r = f32[8]{{0}} all-reduce(%a), channel_id=1, replica_groups={groups}, to_apply=%add
-}}
-"""
-    sum_of = Program(text).entry.root
-    assert mesh_axes(sum_of, {"data": 4, "model": 2}) == axes

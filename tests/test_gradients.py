@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import AxisType, Mesh
+from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxmp
@@ -769,3 +769,25 @@ def test_a_library_that_takes_the_gradient_itself_trains_in_float16_with_a_fixed
     overflowing = lambda w: scaled(w) * jnp.inf
     params, state = fit(recipe.optimizer(inner), overflowing, jnp.ones((2, 1)))
     assert jaxmp.get_skip_stats(state).total == 1 and (params == 1).all()
+
+
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("form", ["jit", "shard_map"])
+def test_microbatches_of_sharded_rows_have_the_gradients_of_the_batch(axis_type, form):
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(axis_type,))
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(16, 4)).astype(np.float32)
+    w = rng.normal(size=(4, 4)).astype(np.float32)
+    loss_fn = lambda w, x: jnp.mean(jnp.tanh(x @ w) ** 2)
+    expected = jax.value_and_grad(loss_fn)(w, x)
+    on_mesh = jax.device_put(x, NamedSharding(mesh, P("data")))
+    whole = jax.device_put(w, NamedSharding(mesh, P()))
+    if form == "jit":
+        run = jaxmp.value_and_grad(loss_fn, microbatches=4)
+    else:
+        run = jaxmp.value_and_grad(loss_fn, microbatches=4, axis_name="data")
+        run = jax.shard_map(run, mesh=mesh, in_specs=(P(), P("data")), out_specs=P())
+    with jax.set_mesh(mesh):
+        loss, grads = jax.jit(run)(whole, on_mesh)
+    np.testing.assert_allclose(loss, expected[0], rtol=1e-6)
+    np.testing.assert_allclose(grads, expected[1], rtol=1e-5)

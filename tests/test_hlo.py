@@ -4,6 +4,7 @@
 import pytest
 
 from jaxmp._tools.audit._hlo import Program, Shape
+from jaxmp._tools.audit._hlo_collectives import mesh_axes
 from jaxmp._tools.audit._hlo_matmuls import DataFlow, matmul_of_instruction, parts
 
 TEXT = r"""HloModule jit_step, is_scheduled=true, input_output_alias={ {0}: (1, {}, may-alias), {2}: (0, {}, must-alias) }, entry_computation_layout={(f32[4,8]{1,0})->f32[4,8]{1,0}}
@@ -153,3 +154,32 @@ def test_matmuls_of_asynchronous_calls_count_once():
     kernels = [(step, part) for step in program.steps() for part in parts(program, step)]
     matmuls = [matmul for pair in kernels if (matmul := matmul_of_instruction(flow, *pair))]
     assert [matmul.flops for matmul in matmuls] == [2 * 4 * 8 * 8]
+
+
+@pytest.mark.parametrize(
+    ("groups", "axes"),
+    [
+        ("mesh['data'=4,'model'=2] {'data'}", ("data",)),
+        ("mesh['axis_0'=4,'axis_1'=2] {'axis_1'}", ("model",)),
+        ("mesh['axis_0'=8] {'axis_0'}", ("data", "model")),
+        ("[4,2]<=[8]", ("model",)),
+        ("[2,4]<=[4,2]T(1,0)", ("data",)),
+        ("[1,8]<=[8]", ("data", "model")),
+        ("{{0,2,4,6},{1,3,5,7}}", ("data",)),
+        ("{}", ("data", "model")),
+        ("{{0,3},{1,2},{4,7},{5,6}}", ("data", "model")),
+        # Two of the four devices along an axis, and groups of which one is not known.
+        ("mesh['data'=4,'model'=2] {'data':(2)2}", ("data",)),
+        ("mesh['axis_0'=2,'axis_1'=2,'axis_2'=2] {'axis_0'}", ("data",)),
+        ("{{0,1,2},{3,4}}", ()),
+    ],
+)
+def test_replica_groups_are_mesh_axes(groups, axes):
+    text = f"""
+ENTRY %main (a: f32[8]) -> f32[8] {{
+  %a = f32[8]{{0}} parameter(0)
+  ROOT %r = f32[8]{{0}} all-reduce(%a), channel_id=1, replica_groups={groups}, to_apply=%add
+}}
+"""
+    sum_of = Program(text).entry.root
+    assert mesh_axes(sum_of, {"data": 4, "model": 2}) == axes

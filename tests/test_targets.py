@@ -10,6 +10,7 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import jaxmp
@@ -23,7 +24,7 @@ from jaxmp._core._targets import (
     get_target,
     targets,
 )
-from jaxmp._tools.audit._compile import _WITHOUT_GPU, compile_for, describe
+from jaxmp._tools.audit import _compile
 from jaxmp._tools.audit._trace import trace
 from jaxmp.errors import RecipeWarning
 from processes import run_python
@@ -377,16 +378,16 @@ def test_attention_is_that_of_the_chip_and_of_no_earlier_one():
 def test_a_program_of_jax_itself_is_that_of_the_audit():
     step = fp8_step()
     with jaxmp.default_target("h200"):
-        of_audit = compile_for("h200", trace(step.__wrapped__, (X, X), {})).text
+        of_audit = _compile.compile_for("h200", trace(step.__wrapped__, (X, X), {})).text
         with _compat.unchecked_cuda():
-            (device,) = _compat.described_gpus(describe(get_target("h200")), 1)
+            (device,) = _compat.described_gpus(_compile.describe(get_target("h200")), 1)
         x = X.update(sharding=jax.sharding.SingleDeviceSharding(device))
         lowered = step.trace(x, x).lower(lowering_platforms=("cuda",))
-    own = lowered.compile(compiler_options=_WITHOUT_GPU).as_text()
+    own = lowered.compile(compiler_options=_compile._WITHOUT_GPU).as_text()
     assert "__cublas$lt$matmul$f8" in own
     assert without_names(own) == without_names(of_audit)
     with pytest.warns(RecipeWarning):
-        for_cpu = compile_for("h200", trace(fp8_step().__wrapped__, (X, X), {})).text
+        for_cpu = _compile.compile_for("h200", trace(fp8_step().__wrapped__, (X, X), {})).text
     assert without_names(own) != without_names(for_cpu)
 
 
@@ -414,3 +415,101 @@ def test_messages_name_the_chip():
 def test_an_unknown_default_target_is_refused():
     with pytest.raises(jaxmp.errors.TargetError, match="'h200'"), jaxmp.default_target("h20"):
         pass
+
+
+def test_an_unknown_target_is_refused_before_anything_is_traced():
+    with pytest.raises(jaxmp.errors.AuditError, match="Did you mean 'h200'"):
+        jaxmp.audit(lambda x: pytest.fail("traced"), jnp.ones(2), target="h20")
+
+
+def test_without_the_compiler_the_error_says_what_to_install(monkeypatch):
+    monkeypatch.setattr(_compile.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(jaxmp.errors.MissingDependencyError, match=r'pip install "jaxmp\[aot\]"'):
+        jaxmp.audit(lambda x: x @ x, jnp.ones((8, 8)), target="h200")
+
+
+# ---------------------------------------------------------------------------
+# Target GPU present on this machine
+# ---------------------------------------------------------------------------
+
+
+class FakeDevice:
+    """Device object with the attributes that JAX has for a GPU."""
+
+    def __init__(self, check, number=0):
+        self.device_kind, self.id = check, number
+
+
+@pytest.fixture
+def here(monkeypatch):
+    """Makes GPUs of some checks the devices of this process; returns them."""
+
+    def put(*checks):
+        devices = [FakeDevice(check, number) for number, check in enumerate(checks)]
+        monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+        monkeypatch.setattr(jax, "local_devices", lambda: devices)
+        # Devices of other processes, for which a single process cannot compile.
+        monkeypatch.setattr(jax, "devices", lambda: [*devices, FakeDevice(checks[0], 99)])
+        return devices
+
+    return put
+
+
+@pytest.mark.parametrize(
+    ("target", "check", "is_it"),
+    [
+        # Names as CUDA reports them (`cudaDeviceProp.name`, `nvidia-smi -L`).
+        ("a100", "NVIDIA A100-SXM4-80GB", True),
+        ("a100-40-pcie", "NVIDIA A100-PCIE-40GB", True),
+        ("a100-pcie", "NVIDIA A100 80GB PCIe", True),
+        ("h100", "NVIDIA H100 80GB HBM3", True),
+        ("h100-pcie", "NVIDIA H100 PCIe", True),
+        ("h100", "NVIDIA H100 PCIe", False),
+        ("h200", "NVIDIA H200", True),
+        ("h200", "NVIDIA H200 NVL", False),
+        ("b200", "NVIDIA B200", True),
+        ("a100-40", "NVIDIA A100-SXM4-40GB", True),
+        ("t4", "Tesla T4", True),
+        ("l4", "NVIDIA L4", True),
+        ("rtx4090", "NVIDIA GeForce RTX 4090", True),
+        ("l4", "NVIDIA L40S", False),
+        ("a100-40", "NVIDIA A100-SXM4-80GB", False),
+        ("rtx4090", "NVIDIA GeForce RTX 4090 Laptop GPU", False),
+        ("h100", "NVIDIA H200", False),
+        ("a100", "NVIDIA A10", False),
+        ("h200", "NVIDIA GH200 480GB", False),
+        ("b200", "NVIDIA GB200", False),
+        ("a100", "NVIDIA A100-SXM4-80GB MIG 1g.10gb", False),
+        ("h100", "NVIDIA H100 80GB HBM3 MIG 3g.40gb", False),
+        ("h100", "AMD Instinct MI300X", False),
+    ],
+)
+def test_which_card_a_device_is(here, target, check, is_it):
+    devices = here(check)
+    assert _compile._real_devices(get_target(target), None, 1) == (devices if is_it else [])
+
+
+def test_cards_of_this_process_are_taken_if_they_are_enough(here):
+    first, _, third = here("NVIDIA H200", "NVIDIA RTX A2000", "NVIDIA H200")
+    assert _compile._real_devices(get_target("h200"), None, 1) == [first]
+    assert _compile._real_devices(get_target("h200"), None, 2) == [first, third]
+    assert _compile._real_devices(get_target("h200"), None, 3) == []
+
+
+def test_a_mesh_of_the_cards_keeps_its_order(here):
+    first, second = here("NVIDIA H200", "NVIDIA H200")
+
+    def mesh_of(*devices):
+        return jax.sharding.Mesh(np.array(devices, dtype=object), ("data",))
+
+    assert _compile._real_devices(get_target("h200"), mesh_of(second, first), 2) == [second, first]
+    # A mesh of other devices determines the number of devices.
+    others = FakeDevice("cpu", 7), FakeDevice("cpu", 8)
+    assert _compile._real_devices(get_target("h200"), mesh_of(*others), 2) == [first, second]
+    assert _compile._real_devices(get_target("b200"), mesh_of(second, first), 2) == []
+
+
+def test_a_card_that_jax_is_told_not_to_use_is_not_there(here, monkeypatch):
+    here("NVIDIA H200")
+    monkeypatch.setattr(jax, "default_backend", lambda: "cpu")
+    assert _compile._real_devices(get_target("h200"), None, 1) == []
