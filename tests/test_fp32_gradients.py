@@ -629,18 +629,6 @@ class Layer(nn.Module):
         return x + nn.Dense(16)(nn.gelu(nn.Dense(16)(x))), None
 
 
-class NnxModel(nnx.Module):
-    """Embedding and two layers."""
-
-    def __init__(self, rngs):
-        self.embed = nnx.Embed(32, 16, rngs=rngs)
-        self.norm = nnx.LayerNorm(16, rngs=rngs)
-        self.lm_head = nnx.Linear(16, 32, rngs=rngs)
-
-    def __call__(self, tokens):
-        return self.lm_head(self.norm(self.embed(tokens)))
-
-
 TOKENS = np.random.default_rng(0).integers(0, 32, (16, 8)).astype(np.int32)
 RECIPES = ["bf16", "fp16", "bf16_params", "fp16_params", "fp8", "fp8_delayed"]
 
@@ -685,7 +673,9 @@ def linen_gradients(recipe):
 
 def nnx_gradients(recipe):
     recipe = jaxmp.load_recipe(recipe)
-    model = recipe.wrap(NnxModel(nnx.Rngs(0)))
+    own = {"rngs": nnx.Rngs(0)}
+    layers = nnx.Embed(32, 16, **own), nnx.LayerNorm(16, **own), nnx.Linear(16, 32, **own)
+    model = recipe.wrap(nnx.Sequential(*layers))
     optimizer = jaxmp.nnx.Optimizer(model, recipe.optimizer(optax.sgd(0.1)))
     return pure_gradients(model, optimizer, lambda m, tokens: token_loss(m(tokens), tokens))
 

@@ -113,10 +113,7 @@ class LinenAutoencoder(nn.Module):
 
 
 class MixedAutoencoder(Codes, nn.Module):
-    def setup(self):
-        self.down, self.up = nn.Dense(16), nn.Dense(16)
-
-    __call__ = Codes.__call__
+    setup, __call__ = LinenAutoencoder.setup, Codes.__call__
 
 
 def nnx_autoencoder(policies):

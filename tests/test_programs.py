@@ -341,32 +341,25 @@ def test_the_documentation_names_every_construct():
 # ---------------------------------------------------------------------------
 
 
-class DependsOn(Forward):
+class Unions:
+    """Analysis whose facts are sets: that of each variable is the union of those before it."""
+
+    nothing = frozenset()
+    join = staticmethod(frozenset.union)
+
+    def equation(self, equation, known, frame):
+        if equation.primitive.name in CONSTRUCTS:
+            return self.enter(equation, known, frame)
+        others = equation.outvars if isinstance(self, Forward) else equation.invars
+        return [frozenset().union(*known)] * len(others)
+
+
+class DependsOn(Unions, Forward):
     """For each variable, the numbers of the arguments from which it is computed."""
 
-    nothing = frozenset()
-    join = staticmethod(frozenset.union)
 
-    def equation(self, equation, operands, frame):
-        if primitives_inside(equation):
-            return self.enter(equation, operands, frame)
-        return [frozenset().union(*operands)] * len(equation.outvars)
-
-
-class Reaches(Backward):
+class Reaches(Unions, Backward):
     """For each variable, the numbers of the results that are computed from it."""
-
-    nothing = frozenset()
-    join = staticmethod(frozenset.union)
-
-    def equation(self, equation, results, frame):
-        if primitives_inside(equation):
-            return self.enter(equation, results, frame)
-        return [frozenset().union(*results)] * len(equation.invars)
-
-
-def primitives_inside(equation):
-    return equation.primitive.name in CONSTRUCTS
 
 
 def rotated(x, y, z):

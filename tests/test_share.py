@@ -58,15 +58,9 @@ class OwnNnxLayer(nnx.Module):
         return own_product(x, self.w[...], self.how)
 
 
-class OwnNnxNet(nnx.Module):
-    def __init__(self, how="cast"):
-        self.layers = nnx.List([OwnNnxLayer(how) for _ in range(2)])
-        self.dense = nnx.Linear(8, 8, rngs=nnx.Rngs(0))
-
-    def __call__(self, x):
-        for layer in self.layers:
-            x = layer(x)
-        return self.dense(x)
+def own_nnx_net(how="cast"):
+    dense = nnx.Linear(8, 8, rngs=nnx.Rngs(0))
+    return nnx.Sequential(OwnNnxLayer(how), OwnNnxLayer(how), dense)
 
 
 def linen_loss(recipe, **options):
@@ -78,7 +72,7 @@ def linen_loss(recipe, **options):
 
 
 def nnx_loss(recipe, **options):
-    model = jaxmp.load_recipe(recipe).wrap(OwnNnxNet(**options))
+    model = jaxmp.load_recipe(recipe).wrap(own_nnx_net(**options))
     graphdef, params = nnx.split(model)
     return lambda params, x: nnx.merge(graphdef, params)(x).mean(), params
 
@@ -180,8 +174,8 @@ def test_a_model_that_cannot_be_traced_again_runs():
 def test_explain_reports_the_share():
     for explanation in (
         jaxmp.explain(OwnNet(), "bf16")(X).policies,
-        jaxmp.explain(OwnNnxNet(), "bf16")(X).policies,
-        jaxmp.explain(OwnNnxNet(), "bf16")(jax.ShapeDtypeStruct((2, 8), jnp.float32)).policies,
+        jaxmp.explain(own_nnx_net(), "bf16")(X).policies,
+        jaxmp.explain(own_nnx_net(), "bf16")(jax.ShapeDtypeStruct((2, 8), jnp.float32)).policies,
     ):
         np.testing.assert_allclose(explanation.low_precision_share, 1 / 3)
         _, first, second, *_ = str(explanation).splitlines()
@@ -197,7 +191,7 @@ def test_explain_of_a_model_that_follows_names_no_remedy():
 
 
 def test_explain_without_inputs_or_matmuls_knows_no_share():
-    assert jaxmp.explain(OwnNnxNet(), "bf16")().policies.low_precision_share is None
+    assert jaxmp.explain(own_nnx_net(), "bf16")().policies.low_precision_share is None
     explanation = jaxmp.explain(nn.Embed(3, 4), "bf16")(jnp.array([1])).policies
     assert explanation.low_precision_share is None
     assert "FLOPs" not in str(explanation)
