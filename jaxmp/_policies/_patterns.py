@@ -135,13 +135,10 @@ class Arguments(NamedTuple):
     """Arguments of one method, without `self`."""
 
     positional: tuple[str, ...]
-    keyword_only: tuple[str, ...]
+    # Those, and the arguments that can only be passed by name.
+    names: tuple[str, ...]
     # True for methods with `**kwargs`.
     has_others: bool
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        return self.positional + self.keyword_only
 
 
 # Base classes whose methods, such as `init` and `apply`, are not called inside a model.
@@ -184,7 +181,7 @@ def _arguments(method: Callable[..., Any], is_flax: bool) -> Arguments | None:
         return None
     return Arguments(
         tuple(p.name for p in others if p.kind in named),
-        tuple(p.name for p in others if p.kind == own.KEYWORD_ONLY),
+        tuple(p.name for p in others if p.kind in (*named, own.KEYWORD_ONLY)),
         # `**kwargs` of Flax's layers are options, not inputs.
         not is_flax and any(p.kind == own.VAR_KEYWORD for p in others),
     )
