@@ -281,7 +281,11 @@ def _tested(
     limit, scale = limit_of(metric, budget), metric.scale
     ratio = lambda value: relative_difference(value, metric)
     interval = paired_interval([pair.difference for pair in pairs], candidates)
-    interval = _without_rounding(interval, pairs, scale)
+    magnitude = 1.0 if scale == "relative" else max(abs(pair.reference) for pair in pairs)
+    if 0 < abs(interval.mean) <= _SPACING * magnitude:
+        # The rounding of metrics to FP32 alone can explain it.
+        low, high = (bound - interval.mean for bound in (interval.low, interval.high))
+        interval = interval._replace(mean=0.0, low=low, high=high)
     verdict = judge_interval(interval, limit, metric.direction)
     bounds = (interval.low, interval.high) if len(pairs) > 1 else ()
     bound = (
@@ -306,15 +310,6 @@ def _tested(
         scale=scale,
         text=text,
     )
-
-
-def _without_rounding(interval: Interval, pairs: Sequence[SeedPair], scale: str) -> Interval:
-    """Moves a mean to zero if the rounding of metrics to FP32 alone can explain it."""
-    magnitude = 1.0 if scale == "relative" else max(abs(pair.reference) for pair in pairs)
-    if not 0 < abs(interval.mean) <= _SPACING * magnitude:
-        return interval
-    low, high = (bound - interval.mean for bound in (interval.low, interval.high))
-    return interval._replace(mean=0.0, low=low, high=high)
 
 
 def relative_difference(value: float, metric: MetricChoice) -> float:
