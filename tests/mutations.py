@@ -1157,9 +1157,14 @@ a float16 number makes fixes name a recipe of float16
 test_audit_steps.py::test_fixes_name_the_recipe_of_most_values
 
 a learned temperature counts as a loss scale
-- (op, scales - learned)
+- (op, scales - others)
 + (op, scales)
 test_audit_steps.py::test_a_loss_scale_in_the_state
+
+the weight of a loss that grows with the steps counts as a loss scale
+- if not is_float)
++ if False)
+test_audit_plants.py::test_loss_scales_that_are_computed_from_an_integer
 
 the audit reports the gradients of an inner gradient of a vector
 - elif op.is_differentiated_again and call in self.matmul_calls:
@@ -1959,7 +1964,7 @@ test_audit_fixes.py::test_code_that_does_not_run_is_not_printed
 the fix of a carry does not run without the others
 - _MOST_TRIALS and not runs(used):
 + _MOST_TRIALS and False:
-test_audit_fixes.py::test_a_fix_of_a_carry_runs_alone
+test_audit_fixes.py::test_a_fix_that_requires_another_one_contains_it
 
 the closures of functions are not patched
 - objects = gc.get_referrers(vars(builtins))

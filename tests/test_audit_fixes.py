@@ -777,21 +777,29 @@ def test_code_that_does_not_run_is_not_printed(tmp_path):
     assert "\n" not in finding.fix and not finding.trial
 
 
-def test_a_fix_of_a_carry_runs_alone(tmp_path):
+CARRY = [
+    "em = x @ x.T",
+    "def step(a, e):",
+    "    s = a[:, None] + em[:4]",
+    "    return jnp.log(jnp.sum(jnp.exp(s - s.max()), axis=0)) + e, None",
+    "a, _ = jax.lax.scan(step, em[0], em[1:])",
+    "return jnp.log(jnp.sum(jnp.exp(a - a.max()))).astype(jnp.float32)",
+]
+OWN_DERIVATIVE = [
+    "f = jax.custom_jvp(lambda z: jnp.log(jnp.sum(jnp.exp(z))))",
+    "f.defjvp(lambda p, t: (f(*p), jnp.vdot(p[0], t[0])))",
+    "return jax.grad(lambda x: f(x @ x.T).astype(jnp.float32))(x)",
+]
+
+
+@pytest.mark.parametrize(("body", "message"), [(CARRY, "carry"), (OWN_DERIVATIVE, "tangent")])
+def test_a_fix_that_requires_another_one_contains_it(body, message, tmp_path):
     """In FP32, the carry of a forward recursion requires that its first value is FP32, too."""
-    body = [
-        "em = x @ x.T",
-        "def step(a, e):",
-        "    s = a[:, None] + em[:4]",
-        "    return jnp.log(jnp.sum(jnp.exp(s - s.max()), axis=0)) + e, None",
-        "a, _ = jax.lax.scan(step, em[0], em[1:])",
-        "return jnp.log(jnp.sum(jnp.exp(a - a.max()))).astype(jnp.float32)",
-    ]
     x, source = half()[:4], source_of(body)
     error = jaxmp.audit(loaded(source, tmp_path), x).errors[0]
     own, _, required = error.fix.rpartition("At ")
     changed = with_fix(source, dataclasses.replace(error, fix=own))
-    with pytest.raises(TypeError, match="carry"):
+    with pytest.raises(TypeError, match=message):
         jax.eval_shape(loaded(changed, tmp_path), x)
     code = required.partition(":\n")[2].strip()
     jax.eval_shape(loaded(changed.replace("x @ x.T", code), tmp_path), x)
@@ -929,7 +937,12 @@ def test_the_fix_of_a_backward_rule_names_the_operand():
     assert "jaxmp.autocast" not in finding.fix
     wide = jnp.ones((32, 32))
     errors = jaxmp.audit(jax.grad(lambda x: product(x, x).sum()), wide, recipe="bf16").errors
-    assert errors and all("`jax.custom_vjp`" in error.fix for error in errors)
+    rows = jax.custom_vjp(lambda x: x + 1)
+    total = lambda g: jax.lax.scan(lambda c, r: (c + r, None), g[0], g)[0]
+    rows.defvjp(lambda x: (x + 1, None), lambda _, g: (g * total(g)[None],))
+    x = jnp.ones((512, 8), jnp.bfloat16)
+    errors += jaxmp.audit(jax.grad(lambda x: rows(x).astype(jnp.float32).sum()), x).errors
+    assert errors[1:] and all("`jax.custom_vjp`" in error.fix for error in errors)
 
 
 def test_the_fix_of_a_function_in_a_custom_vjp_does_not_repeat_what_is_applied():

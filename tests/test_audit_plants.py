@@ -697,7 +697,10 @@ def test_noise_and_targets_may_be_rounded():
     def loss(x, y):
         noise = jax.random.normal(jax.random.key(0), x.shape).astype(BF16).astype(F32)
         outputs = lax.dot(x.astype(BF16), y.astype(BF16), preferred_element_type=F32)
-        return jnp.square(outputs - noise).mean() + jnp.abs(outputs - y.astype(BF16)).mean()
+        # The logarithm is a number.
+        bits = (jnp.tanh(outputs).astype(BF16) / jnp.log(2.0).astype(BF16)).astype(F32)
+        errors = jnp.square(outputs - noise).mean() + jnp.abs(outputs - y.astype(BF16)).mean()
+        return errors + bits.mean()
 
     assert audit(jax.grad(loss), PAIR, PAIR).ok
 
@@ -736,6 +739,27 @@ def clipped(grads):
 def test_gradients_and_their_scale(use, count):
     counts = checks(scaled_step(use), W, SCALAR, X)
     assert counts.get("scaled_gradients", 0) == count
+
+
+@pytest.mark.parametrize(
+    ("scale", "unscale", "found"),
+    [
+        (jnp.exp2, lambda g, k: clipped(g * jnp.exp2(-k)), set()),
+        (lambda k: 2.0**k, lambda g, k: clipped(g * 0.5**k), set()),
+        (lambda k: 1 << k, lambda g, k: clipped(g / (1 << k)), set()),
+        (lambda k: k, lambda g, k: clipped(g / k), set()),
+        (lambda k: jnp.where(k < 9, 2.0**10, 2.0**14), lambda g, _: g / 2.0**10, set()),
+        (lambda k: 2.0**k, lambda g, k: clipped(g) * 2.0**-k, {"scaled_gradients"}),
+        (lambda k: jnp.minimum(1, k / 1000), lambda g, k: g * 0.99**k, {"missing_loss_scale"}),
+    ],
+)
+def test_loss_scales_that_are_computed_from_an_integer(scale, unscale, found):
+    def step(w, k, x):
+        return w - unscale(jax.grad(lambda w: scale(k) * loss(w, x, F16))(w), k)
+
+    assert set(checks(step, W, jax.ShapeDtypeStruct((), jnp.int32), X)) == found
+    if scale is jnp.exp2:
+        assert not checks(step, W, SCALAR, X)
 
 
 @pytest.mark.parametrize(

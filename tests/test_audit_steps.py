@@ -104,7 +104,12 @@ def test_16_bit_parameters_that_are_perturbed():
         nearby = w + (0.05 * grads / jnp.linalg.norm(grads.astype(F32))).astype(w.dtype)
         return jax.grad(loss)(nearby, x).astype(F32)
 
-    assert audit(sam, W, X).findings == ()
+    def muon(momentum, w, x):
+        momentum += jax.grad(loss)(w, x)
+        x = momentum.astype(BF16)
+        return momentum, w - 3.5 * x + (x @ x.T - 4.8 * x) @ x
+
+    assert audit(sam, W, X).findings == audit(muon, W, W, X).findings == ()
     for step, w in ((sam, half(W)), (lambda w, x: sam(w.astype(BF16), x), W)):
         (finding,) = audit(step, w, X).findings
         assert (finding.check, finding.severity) == ("missing_master", "warning")

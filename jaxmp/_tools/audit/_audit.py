@@ -214,10 +214,7 @@ def audit_program(
             compiled = compile_for(chip, auditor.traced, compiler)
         report = _make_report.make_report(auditor, compiled, function=fn, chip=chip)
         if try_fixes:
-            constructs = {*_programs.LOOPS, *_programs.BRANCHES}
-            has_carries = not constructs.isdisjoint(_programs.primitives(auditor.traced.jaxpr))
-            edits = auditor.findings.edits
-            report = _make_report.with_trials(report, edits, again, has_carries)
+            report = _make_report.with_trials(report, auditor.findings.edits, again)
     fix_of = lambda f: _source.without_repetition([_source.with_names_of(f.file, f.fix)])
     named = lambda f: dataclasses.replace(f, fix=fix_of(f))
     return dataclasses.replace(report, findings=tuple(map(named, report.findings))), compiled

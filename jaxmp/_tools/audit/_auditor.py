@@ -192,14 +192,17 @@ class Auditor:
 
     @property
     def float16_scales(self) -> list[tuple[_checks.OpOccurrence, set[int]]]:
-        """`float16_backward` without the scalars that gradients update, such as a temperature.
+        """`float16_backward` without integers, such as a step, and the scalars that gradients
+        update, such as a temperature.
 
         A loss scale, which may also change with the gradients, divides them.
         """
         updates = self.flow.labels(_dataflow.Update, *self.results)
-        learned = {update.number for update in updates if update.has_gradient}
-        learned.difference_update(self.collected[_dataflow.Power])
-        return [(op, scales - learned) for op, scales in self.float16_backward]
+        others = {update.number for update in updates if update.has_gradient}
+        floats = [_checks.dtype_of(var) in _checks.FLOATS for var in self.traced.variables]
+        others.update(n for n, is_float in enumerate(floats) if not is_float)
+        others.difference_update(self.collected[_dataflow.Power])
+        return [(op, scales - others) for op, scales in self.float16_backward]
 
     def maker_of(self, result: _programs.Atom) -> _checks.OpOccurrence | None:
         """Returns the operation that computes a result, inside of the calls that return it."""

@@ -121,8 +121,9 @@ def remove_matmuls(audit: Auditor) -> None:
 
 @LOSS_16BIT.on_operation("log", "log1p")
 def label_logarithm(op: OpOccurrence) -> _labels.LogProbability | None:
-    """Labels FP32 logarithms."""
-    return _labels.LogProbability() if op.dtype == _core.FLOAT32 else None
+    """Labels FP32 logarithms of values that are not constants."""
+    is_value = op.dtype == _core.FLOAT32 and op.audit.known.value(op.operands[0]) is None
+    return _labels.LogProbability() if is_value else None
 
 
 @LOSS_16BIT.on_operation("convert_element_type")

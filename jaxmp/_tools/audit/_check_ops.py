@@ -167,7 +167,8 @@ def _follows_sum_of_exp(op: _checks.OpOccurrence) -> bool:
 def check_root(op: _checks.OpOccurrence) -> None:
     """Reports the root of a mean, by which a norm divides or multiplies."""
     dtype = _checks.half_of(op.operands)
-    is_norm, made = is_sum(op), _origins.shapes_by_source(op.body)
+    square, made = _square_of_vector(op), _origins.shapes_by_source(op.body)
+    is_norm = square is not None or is_sum(op)
     is_derivative = any(_origins.call_and_type(op.equation, name) in made for name in _ARCS)
     is_other = op.name == "rsqrt" and not is_derivative
     if dtype is None or not (is_norm or is_other) or op.result not in op.body.consumers:
@@ -176,7 +177,9 @@ def check_root(op: _checks.OpOccurrence) -> None:
     operand = "the variance or sum of squares" if is_norm else "its operand"
     message = f"{op.name} in {dtype.name}: {operand} has {limit}."
     fix = _origins.fix_operation(op, dtype.name, _origins.SUMS)
-    if op.location.names and not _rewrite.in_fp32(op.expression):
+    if square is not None:
+        fix = _origins.fix_sums(f"At {square.where}, return the FP32 sums", square, "float32")
+    elif op.location.names and not _rewrite.in_fp32(op.expression):
         fix = _origins.apply_code(op)
     op.add(NORM_16BIT, message, fix or _FIX_NORM)
 
@@ -250,6 +253,15 @@ def report_variance(op: _checks.OpOccurrence) -> None:
 def is_sum(op: _checks.OpOccurrence) -> bool:
     """Returns True if an operation reads a sum or a mean, or the result of a call, as `jnp.var`."""
     return _dataflow.contains(made_of(op.operands[0], op.body, _NEAR), _SUMS)
+
+
+def _square_of_vector(op: _checks.OpOccurrence) -> _checks.OpOccurrence | None:
+    """Returns the matmul of an array and itself that an operation reads, as `jnp.vdot(x, x)`."""
+    for maker in made_of(op.operands[0], op.body, _NEAR):
+        first, *others = (op.body.source_of(var, _checks.LAYOUT) for var in maker.invars)
+        if maker.primitive.name == "dot_general" and others[0] is first:
+            return op.sibling(maker)
+    return None
 
 
 # ---------------------------------------------------------------------------

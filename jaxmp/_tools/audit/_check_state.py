@@ -124,6 +124,7 @@ def label_arguments(audit: _auditor.Auditor) -> None:
                 audit.flow.mark(var, Power(number, 1.0))
         elif jnp.issubdtype(_checks.dtype_of(var), jnp.integer) and var.aval.size == 1:
             audit.flow.mark(var, _check_integers.STEPS)
+            audit.flow.mark(var, Power(number, 1.0))
 
 
 # ---------------------------------------------------------------------------
@@ -416,7 +417,8 @@ def check_perturbations(op: _checks.OpOccurrence, *_: Any) -> None:
     """Reports 16-bit parameters that are perturbed by gradients, and read by a loss."""
     flow, dtype = op.audit.flow, _checks.half_of(op.operands[:2])
     is_16bit = lambda x: _checks.half_of([x]) or _labels.WAS_16_BITS in flow.of(x)
-    for update in flow.labels(Update, *op.operands[:2]) if dtype and op.is_forward else ():
+    is_of_loss = op.is_forward and op.location.differentiated
+    for update in flow.labels(Update, *op.operands[:2]) if dtype and is_of_loss else ():
         rounded = flow.of_all(filter(is_16bit, update.op.operands))
         is_parameter = op.audit.traced.roles()[update.number] != _roles.INPUT
         if update.has_gradient and is_parameter and From(update.number, update.factor) in rounded:

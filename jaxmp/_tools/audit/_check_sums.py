@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxmp import _core, _programs
+from jaxmp._core import _compat
 from jaxmp._tools.audit import (
     _carries,
     _check_ops,
@@ -174,6 +175,9 @@ def fix_carry(loop: OpOccurrence, carry: _programs.Atom, addition: OpOccurrence)
       Sentences and code, or words alone if the code of the first value is not known.
     """
     where, array = loop.where, carry.aval.str_short()
+    if loop.is_backward and _compat.is_in_custom_vjp(loop.equation.source_info):
+        text = f"In the backward rule (`jax.custom_vjp`) of the function that {where} calls, start"
+        return f"{text} the sum {array} in FP32, and cast it after the loop."
     if loop.is_backward:
         text = f"The backward pass of the loop at {where} sums the gradient {array} of an array"
         text += " that all iterations read, or of a running sum. Make that array or sum FP32, and"

@@ -97,8 +97,7 @@ def lineage(op: OpOccurrence, own: frozenset[Any], labels_of: LabelsOf) -> froze
         is_known = bool(scalars) or math.prod(operand.aval.shape) != 1
         return scalars if is_known else frozenset({Scalar(None, SCALAR in labels_of(operand))})
     if name in _SAME:
-        numbers = (n for var in equation.invars[1:] for n in _scalars(var, ()))
-        return frozenset(numbers).union(*each)
+        return frozenset(x for var in equation.invars[1:] for x in _constant(var, op)).union(*each)
     if name == "neg":
         return _negated(each[0])
     if name in ("mul", "div"):
@@ -208,6 +207,13 @@ def is_scale(op: OpOccurrence, var: _programs.Atom, labels_of: LabelsOf) -> bool
     return any(is_power(size) or (is_scalar and 8 <= size < math.inf) for size in sizes)
 
 
+def _constant(var: _programs.Atom, op: OpOccurrence) -> list[Scalar]:
+    """Returns the value of a scalar that is a number or, as in `jnp.where`, a parameter for one."""
+    is_scalar = op.name == "select_n" and var.aval.size == 1 and dtype_of(var) in FLOATS
+    value = op.audit.known.value(var) if is_scalar else None
+    return _scalars(var, ()) if value is None else [Scalar(float(value.reshape(())))]
+
+
 def _scalars(var: _programs.Atom, labels: Iterable[Any]) -> list[Scalar]:
     """Returns the scalars that an operand is made of, itself if it is a number."""
     number = number_of(var)
@@ -222,7 +228,7 @@ _JOINS = _core.named(
 _LINEAR = _programs.EXACT.union(_core.named("abs reduce_sum cumsum reduce_window_sum")) - _JOINS
 _LIMITS = _core.named("max min clamp select_n")
 # A loss scale may be stored as its logarithm.
-_EXPONENTIALS = _core.named("exp exp2 pow")
+_EXPONENTIALS = _core.named("exp exp2 pow shift_left")
 _ROOTS = {"sqrt": 0.5, "rsqrt": -0.5, "square": 2.0}
 
 
@@ -239,7 +245,8 @@ class Power(NamedTuple):
 def powers_after(op: OpOccurrence, labels_of: LabelsOf) -> frozenset[Power]:
     """Returns the powers of an equation's results, given the labels of its operands."""
     name, operands = op.name, op.operands
-    if getattr(dtype_of(op.result), "kind", "b") in "biu":
+    kind = getattr(dtype_of(op.result), "kind", "b")
+    if kind == "b" or (kind in "iu" and op.result.aval.size != 1):
         return frozenset()
     if name == "select_n":
         operands = operands[1:]
@@ -261,14 +268,14 @@ def powers_of(labels: Iterable[Any]) -> dict[int, float | None]:
 
 def _exponent(name: str, op: OpOccurrence, exponents: list[float | None]) -> float | None:
     known = [exponent for exponent in exponents if exponent is not None]
+    if name in _EXPONENTIALS and op.result.aval.size == 1:
+        return _sign_of_exponential(op)
     if len(known) < len(exponents):
         return None
     if name in _PRODUCTS:
         return sum(known)
     if name == "div":
         return known[0] - known[1]
-    if name in _EXPONENTIALS and op.result.aval.size == 1:
-        return 1.0
     if name in _ROOTS or name == "integer_pow":
         return known[0] * (_ROOTS[name] if name in _ROOTS else _programs.exponent_of(op.equation))
     if name in _LINEAR:
@@ -279,6 +286,14 @@ def _exponent(name: str, op: OpOccurrence, exponents: list[float | None]) -> flo
         others = {exponent for var, exponent in pairs if exponent or not _is_neutral(var, op)}
         return others.pop() if len(others) == 1 else None
     return None
+
+
+def _sign_of_exponential(op: OpOccurrence) -> float:
+    """Returns -1 for the inverse of a loss scale: `exp2(-k)`, or a power of 0.5."""
+    base, exponent = op.operands[0], op.operands[-1]
+    makers = filter(None, map(op.body.maker, near(exponent, op.body, _KEEPS_AXES)))
+    is_inverse = any(maker.primitive.name == "neg" for maker in makers)
+    return -1.0 if is_inverse != (op.name == "pow" and number_of(base) == 0.5) else 1.0
 
 
 def _is_neutral(var: _programs.Atom, op: OpOccurrence) -> bool:

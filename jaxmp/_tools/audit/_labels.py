@@ -308,7 +308,7 @@ class Flow:
             kept &= self.of_all(op.operands[_SELECTED[op.name]])
         powers: Any = self._of_classes("power", special, lambda cls: cls is _dataflow.Power)
         if powers and phase == _programs.BACKWARD:
-            self.scaled_by.update(x.number for x in powers if x.exponent)
+            self.scaled_by.update(x.number for x in powers if (x.exponent or 0) > 0)
         return kept | _dataflow.powers_after(op, self.of) if powers else kept
 
     def _label_results(self, equation: _programs.Equation, labels: Labels) -> None:

@@ -176,7 +176,6 @@ def with_trials(
     report: AuditReport,
     edits: list[_source.Edit],
     again: Callable[[bool], tuple[AuditReport, list[_source.Edit]]],
-    has_carries: bool,
 ) -> AuditReport:
     """Returns a report in which the code of fixes was tried.
 
@@ -185,7 +184,6 @@ def with_trials(
       edits: the expressions that fixes replace.
       again: traces and audits the function once more, with fixes if its argument is True, and
         returns the report and the expressions that fixes replace.
-      has_carries: whether the function has loops or branches.
     """
     groups: dict[Any, list[Finding]] = {}
     edits = printed(edits, report.findings)
@@ -216,7 +214,7 @@ def with_trials(
     removed = [set(map(key, groups[group])) for group in tried]
     trials = {None: _trial.FixTrial(_trial.NOT_TRIED)}
     if tried:
-        results = _trial.try_edits(tried, problems, before, removed, has_carries)
+        results = _trial.try_edits(tried, problems, before, removed)
         trials |= zip(tried, results, strict=True)
     findings = [
         _with_trial(finding, group or frozenset(), trials[group])

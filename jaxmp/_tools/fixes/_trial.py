@@ -144,14 +144,14 @@ def try_edits(
     problems_with: Callable[[bool], Problems],
     before: Collection[Hashable],
     removed: Sequence[Collection[Hashable]],
-    has_carries: bool = False,
 ) -> list[FixTrial]:
     """Tries each group of edits.
 
     A group works if the problems that it is for are gone, and no other problem is new. If there is
     another one, the edits of its fix are tried too, then results in the other dtype, and then the
     code for rounded operands. A group that does not run alone, such as one that changes the dtype
-    of a loop's carry, contains the edits of another group, with which it does.
+    of a loop's carry or of a function with a rule for its derivative, contains the edits of
+    another group, with which it does.
 
     Args:
       groups: the edits of each fix.
@@ -159,7 +159,6 @@ def try_edits(
         True.
       before: the problems without edits.
       removed: the problems that each group must remove.
-      has_carries: whether the program has loops or branches, whose dtypes must be equal.
     """
     functions = _functions_of({edit.file for group in groups for edit in group})
     # (file, line) -> whether the functions that contain it can be replaced.
@@ -227,7 +226,7 @@ def try_edits(
             runs = lambda *edits: trial(frozenset().union(*edits)) is not None
             for number, n in enumerate(works):
                 used, partner = together[n], frozenset[Edit]()
-                if has_carries and number < _MOST_TRIALS and not runs(used):
+                if number < _MOST_TRIALS and not runs(used):
                     rest = (together[m] for m in works if m != n)
                     partner = next((edits for edits in rest if runs(used, edits)), None)
                 more = (f"At {e.where}, which it requires:\n    {e.code}" for e in partner or ())
