@@ -483,6 +483,13 @@ def test_nan_of_the_program_has_a_line(name):
     assert "NaN" in report.message
 
 
+def test_a_product_that_differentiation_moves_out_of_a_loop_has_a_line():
+    pad = np.zeros((1, 4), int)
+    loss = lambda x: optax.ctc_loss(x, pad, pad, pad, log_epsilon=-np.inf).sum()
+    report = jaxmp.locate_nonfinite(jax.grad(loss), jnp.ones((1, 4, 4)))
+    assert report.primitive == "mul" and Path(report.file).name == "test_nonfinite.py"
+
+
 @pytest.mark.parametrize("length", [5, 100], ids=["alone", "compiled"])
 def test_the_iteration_of_a_reversed_scan_is_found(length):
     cell = lambda carry, row: (jnp.exp(carry * row), None)

@@ -304,7 +304,9 @@ class OpOccurrence(NamedTuple):
     @property
     def line(self) -> tuple[str, int]:
         """(file, line) in the user's code; ("", 0) if it is not known."""
-        return self.findings.lines.of((self.equation, *self.enclosing))
+        # Differentiation moves equations out of loops, to which their tracebacks do not extend.
+        readers = (e for var in self.equation.outvars for e in self.body.readers(var))
+        return self.findings.lines.of((self.equation, *self.enclosing, *readers))
 
     @property
     def where(self) -> str:
