@@ -1162,7 +1162,7 @@ a learned temperature counts as a loss scale
 test_audit_steps.py::test_a_loss_scale_in_the_state
 
 the weight of a loss that grows with the steps counts as a loss scale
-- if not is_float)
+- if dtype not in _checks.FLOATS)
 + if False)
 test_audit_plants.py::test_loss_scales_that_are_computed_from_an_integer
 

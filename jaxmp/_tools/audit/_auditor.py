@@ -199,8 +199,8 @@ class Auditor:
         """
         updates = self.flow.labels(_dataflow.Update, *self.results)
         others = {update.number for update in updates if update.has_gradient}
-        floats = [_checks.dtype_of(var) in _checks.FLOATS for var in self.traced.variables]
-        others.update(n for n, is_float in enumerate(floats) if not is_float)
+        dtypes = map(_checks.dtype_of, self.traced.variables)
+        others.update(n for n, dtype in enumerate(dtypes) if dtype not in _checks.FLOATS)
         others.difference_update(self.collected[_dataflow.Power])
         return [(op, scales - others) for op, scales in self.float16_backward]
 
@@ -229,7 +229,7 @@ class Auditor:
           variables: the values.
           harm: the consequence, as a part of a sentence.
         """
-        for label in sorted(self.flow.labels(cls, *variables), key=lambda label: label.number):
+        for label in self.flow.labels(cls, *variables):
             label.report(harm)
 
     def updates_by(self, op: _checks.OpOccurrence) -> list[tuple[_programs.Atom, bool]]:

@@ -12,7 +12,7 @@ import numpy as np
 
 from jaxmp import _core, _programs
 from jaxmp._tools.audit import _auditor, _check_ops, _checks, _dataflow, _origins, _rows
-from jaxmp._tools.audit._dataflow import GRADIENT, From, is_argument, powers_of
+from jaxmp._tools.audit._dataflow import GRADIENT, From, constant, is_argument, powers_of
 from jaxmp._tools.audit._labels import ConditionalFinding, Logits
 from jaxmp._tools.fixes._rewrite import scaled, with_finite_numbers
 
@@ -219,15 +219,6 @@ def _is_of_activations(logits: Logits) -> bool:
     op = logits.op
     has_weight = any(is_argument(op.audit.flow.of(var)) for var in op.operands[:2])
     return op.dtype == _core.FLOAT16 and not has_weight
-
-
-def constant(var: _programs.Atom, op: _checks.OpOccurrence) -> float | None:
-    """Returns the value of a constant scalar, which may be broadcast."""
-    source = op.body.source_of(var, _checks.BROADCASTS)
-    if math.prod(getattr(source.aval, "shape", (0,))) != 1:
-        return None
-    value = op.audit.known.value(source)
-    return None if value is None or value.dtype.kind in "bc" else float(value.reshape(()))
 
 
 SCALED_GRADIENTS = _checks.Check(

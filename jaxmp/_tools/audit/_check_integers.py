@@ -77,14 +77,12 @@ _PHASES = _checks.LAYOUT | _core.named("add sub mul neg complex")
 @ROUNDED_INPUT.on_operation("dot_general")
 def label_product(op: _checks.OpOccurrence) -> None:
     """Labels the angles of rounded coordinates, which are multiplied by frequencies."""
-    exact = _programs.exact_uses(op.equation, op.use)
-    if _programs.Use.ANGLE not in exact:
+    if _programs.Use.ANGLE not in _programs.exact_uses(op.equation, op.use):
         return
-    rounded = op.labels(_labels.RoundedInput)
-    frequencies = op.labels(RoundedValue)
-    if rounded or op.labels(_labels.FloatInput):
-        angles = [dataclasses.replace(x, product=op) for x in rounded]
-        angles += [dataclasses.replace(x, severity=_rows.WARNING) for x in frequencies]
+    angles = [dataclasses.replace(x, product=op) for x in op.labels(_labels.RoundedInput)]
+    if angles or op.labels(_labels.FloatInput):
+        values = op.labels(RoundedValue)
+        angles += [dataclasses.replace(x, severity=_rows.WARNING) for x in values]
         for label in angles:
             op.mark(label)
 
@@ -132,15 +130,13 @@ def label_complement(op: _checks.OpOccurrence) -> None:
 def check_complement(op: _checks.OpOccurrence) -> None:
     """Reports a root or logarithm of 1 minus a rounded array, which cancels near 1."""
     for label in op.labels(_Complement):
-        harm = f", so that 1 minus it cancels before the {op.name} at {op.where}"
-        label.value.report(harm)
+        label.value.report(f", so that 1 minus it cancels before the {op.name} at {op.where}")
 
 
 @ROUNDED_INPUT.on_operation("acos", "asin", "atanh")
 def check_angle(op: _checks.OpOccurrence) -> None:
     """Reports functions that are steep near 1 of a rounded array."""
-    harm = f", and the {op.name} at {op.where} magnifies the rounding near 1"
-    op.report(RoundedValue, harm)
+    op.report(RoundedValue, f", and the {op.name} at {op.where} magnifies the rounding near 1")
 
 
 ROUNDED_INTEGER = _checks.Check(

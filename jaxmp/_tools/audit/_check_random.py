@@ -14,8 +14,8 @@ import numpy as np
 
 from jaxmp import _core, _programs
 from jaxmp._tools.audit import _checks, _labels, _origins
-from jaxmp._tools.audit._check_float16 import constant
 from jaxmp._tools.audit._check_losses import LOG_OF_ROUNDED, Probability
+from jaxmp._tools.audit._dataflow import constant
 
 RANDOM_16BIT = _checks.Check(
     id="random_16bit",

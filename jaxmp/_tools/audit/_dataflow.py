@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from jaxmp import _core, _programs
-from jaxmp._tools.audit._checks import FLOATS, LAYOUT, OpOccurrence, dtype_of
+from jaxmp._tools.audit._checks import BROADCASTS, FLOATS, LAYOUT, OpOccurrence, dtype_of
 
 # Operand -> its labels.
 LabelsOf = Callable[[_programs.Atom], frozenset[Any]]
@@ -97,7 +97,8 @@ def lineage(op: OpOccurrence, own: frozenset[Any], labels_of: LabelsOf) -> froze
         is_known = bool(scalars) or math.prod(operand.aval.shape) != 1
         return scalars if is_known else frozenset({Scalar(None, SCALAR in labels_of(operand))})
     if name in _SAME:
-        return frozenset(x for var in equation.invars[1:] for x in _constant(var, op)).union(*each)
+        numbers = (constant(var, op) for var in equation.invars[1:])
+        return frozenset(Scalar(number) for number in numbers if number is not None).union(*each)
     if name == "neg":
         return _negated(each[0])
     if name in ("mul", "div"):
@@ -207,11 +208,13 @@ def is_scale(op: OpOccurrence, var: _programs.Atom, labels_of: LabelsOf) -> bool
     return any(is_power(size) or (is_scalar and 8 <= size < math.inf) for size in sizes)
 
 
-def _constant(var: _programs.Atom, op: OpOccurrence) -> list[Scalar]:
-    """Returns the value of a scalar that is a number or, as in `jnp.where`, a parameter for one."""
-    is_scalar = op.name == "select_n" and var.aval.size == 1 and dtype_of(var) in FLOATS
-    value = op.audit.known.value(var) if is_scalar else None
-    return _scalars(var, ()) if value is None else [Scalar(float(value.reshape(())))]
+def constant(var: _programs.Atom, op: OpOccurrence) -> float | None:
+    """Returns the value of a constant scalar, which may be broadcast."""
+    source = op.body.source_of(var, BROADCASTS)
+    if math.prod(getattr(source.aval, "shape", (0,))) != 1:
+        return None
+    value = op.audit.known.value(source)
+    return None if value is None or value.dtype.kind in "bc" else float(value.reshape(()))
 
 
 def _scalars(var: _programs.Atom, labels: Iterable[Any]) -> list[Scalar]:

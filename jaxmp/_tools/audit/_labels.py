@@ -118,6 +118,7 @@ class RoundedInput(Fact):
     input: FloatInput
     dtype: str
     product: _checks.OpOccurrence | None = dataclasses.field(default=None, compare=False)
+    location = property(lambda self: self.input.location)
     survives: ClassVar = _MOVES | _core.named("mul div add sub neg")
 
 
@@ -231,9 +232,10 @@ class Flow:
         return next(iter(sets)) if len(sets) == 1 else _NONE.union(*sets)
 
     def labels(self, cls: type[_Label], *variables: _programs.Atom) -> list[_Label]:
-        """Returns the labels of one class that some operands have."""
+        """Returns the labels of one class that some operands have, in the order of each process."""
         labels = self.of_all(variables)
-        return list(self._of_classes(cls, labels, lambda each: issubclass(each, cls)))
+        chosen = self._of_classes(cls, labels, lambda each: issubclass(each, cls))
+        return sorted(chosen, key=_order_of) if len(chosen) > 1 else list(chosen)
 
     def copy(
         self, sources: Iterable[_programs.Atom | None], targets: Iterable[_programs.Atom | None]
@@ -351,6 +353,12 @@ class Flow:
             normalized = lambda x: x._replace(normalized=True) if isinstance(x, Logits) else x
             return frozenset(map(normalized, labels))
         return labels
+
+
+def _order_of(label: Any) -> tuple[int, str]:
+    """Returns a key that does not depend on addresses and hashes, unlike the order of a set."""
+    label = getattr(label, "rounded", label)
+    return getattr(label, "number", 0), str(getattr(label, "location", getattr(label, "factor", "")))
 
 
 def _survives(cls: type, name: str) -> bool:
