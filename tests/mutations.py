@@ -1274,7 +1274,7 @@ test_audit_fixes.py::test_fixes_of_values_that_are_rounded_before
 """,
     "jaxmp/_tools/audit/_check_integers.py": r"""
 the audit ignores coordinates that a matmul reads in 16 bits
-- if _programs.Use.ANGLE not in exact:
+- if _programs.Use.ANGLE not in _programs.exact_uses(op.equation, op.use):
 + if True:
 test_audit_fixes.py::test_the_fix_of_coordinates_that_are_multiplied_in_16_bits
 

@@ -741,6 +741,12 @@ def test_gradients_and_their_scale(use, count):
     assert counts.get("scaled_gradients", 0) == count
 
 
+def test_a_finding_names_the_first_of_its_arguments():
+    """Labels are sorted, because the order of a set is another one in each process."""
+    fn = lambda xs: jnp.sin(sum(x.astype(BF16) for x in xs)).astype(F32)
+    assert {f.message[:16] for f in audit(fn, 32 * [X]).findings} == {"argument [0][0] "}
+
+
 @pytest.mark.parametrize(
     ("scale", "unscale", "found"),
     [

@@ -383,8 +383,7 @@ class Auditor:
         labels = self.flow.labels(WasFp8, *op.operands[:2])
         names += sorted(label.name for label in labels)
         if names:
-            key = op.location.names, op.location.phase, op.line
-            self.fp8[key] = names[0]
+            self.fp8[op.location.names, op.location.phase, op.line] = names[0]
 
     def _count(self, op: _checks.OpOccurrence, matmul: _programs.Matmul) -> int:
         """Counts a matmul, and returns the FLOPs of all its executions."""

@@ -77,8 +77,7 @@ def _attention_logits(op: OpOccurrence) -> OpOccurrence | None:
     """Returns the matmul q k^T if `op` multiplies the softmax of its result by the values."""
     values = _programs.dot_of(op.equation)
     for index, var in enumerate(op.operands[:2]):
-        labels = op.labels(_labels.Logits, var)
-        for logits in (label.op for label in labels if label.normalized):
+        for logits in (label.op for label in op.labels(_labels.Logits, var) if label.normalized):
             shape = logits.result.aval.shape
             batches = len(_programs.dot_of(logits.equation).batch[0])
             is_one_axis = len(values.contracted[index]) == 1 and batches == len(values.batch[0])

@@ -58,8 +58,7 @@ def check_gemms(program: Compilation, audit: Auditor) -> Iterator[Finding]:
             if row.kernel == "cudnn" and row.out == "float32":
                 audit.notes[_WIDE_CONVOLUTION.format(row.module or "(root)", row.lhs)] = None
                 continue
-            message = f"the GPU multiplies in {row.lhs} x {row.rhs}."
-            yield finding(FP32_GEMM, row, message)
+            yield finding(FP32_GEMM, row, f"the GPU multiplies in {row.lhs} x {row.rhs}.")
 
 
 @UNDONATED_STATE.on(_checks.COMPILED)

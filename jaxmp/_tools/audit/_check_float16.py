@@ -286,8 +286,7 @@ def check_division(op: _checks.OpOccurrence) -> None:
                 fix = f"Remove the second division by the loss scale, at {op.where}."
                 op.audit.collected[_Event].append(_Event(number, op, message, fix))
             elif _is_float16(op):
-                event = _Event(number, op, _DIVISION, _FIX_DIVISION)
-                op.audit.collected[_Event].append(event)
+                op.audit.collected[_Event].append(_Event(number, op, _DIVISION, _FIX_DIVISION))
         scales = [scale**divided for scale in op.audit.collected[_Constant]]
         with np.errstate(over="ignore"):
             is_scale = constant(other, op) in np.asarray(scales, op.dtype).tolist()

@@ -28,8 +28,7 @@ def check_rounding(op: _checks.OpOccurrence) -> None:
     values = labels(RoundedValue, *operands)
     by_policy = [v for v in values if not v.op.is_own_call and not _origins.is_in_flax(v.op)]
     rules = {value: _check_ops.keep_parameter(value.op) for value in by_policy}
-    inputs = labels(_labels.RoundedInput, *operands)
-    for label in () if any(rules.values()) else inputs:
+    for label in () if any(rules.values()) else labels(_labels.RoundedInput, *operands):
         source, dtype = label.input, label.dtype
         example = "257 becomes 256" if dtype == "bfloat16" else "2049 becomes 2048"
         message = f"argument {source.location} is rounded to {dtype} before {op.name}: {example}."
@@ -56,8 +55,7 @@ def check_difference(op: _checks.OpOccurrence) -> None:
         if label in op.labels(_labels.RoundedInput, *others) and values[0] is not values[1]:
             message = f"argument {label.input.location} is rounded to {label.dtype} before a small"
             message += " difference of its elements or a fraction."
-            fix = _origins.fix_rounding(op) or _origins.fix_operation(op)
-            op.add(ROUNDED_INPUT, message, fix)
+            op.add(ROUNDED_INPUT, message, _origins.fix_rounding(op) or _origins.fix_operation(op))
 
 
 def _phases(op: _checks.OpOccurrence) -> list[_programs.Atom]:

@@ -345,8 +345,7 @@ def label_parameter(op: _checks.OpOccurrence) -> RoundedParameter | None:
     """Labels a parameter that a policy rounds, or stores in 16 bits."""
     is_rounded = _checks.half_of([*op.operands, *op.equation.outvars]) is not None
     fix = keep_parameter(op) if is_rounded else ""
-    message = "a parameter is rounded to 16 bits"
-    return RoundedParameter(op, message, fix) if fix else None
+    return RoundedParameter(op, "a parameter is rounded to 16 bits", fix) if fix else None
 
 
 @EXP_16BIT.on_operation("exp", "exp2", "expm1", passes=_checks.NOT_BACKWARD)

@@ -337,8 +337,7 @@ def check_kept_weights(program: Compilation, audit: _auditor.Auditor) -> Iterato
         fix = _FIX_REGATHER if recipe is not None and not recipe.regather else _FIX_KEPT
         if audit.collected[REDUCTION_PER_MICROBATCH] and not any(row.in_outer_loop for row in rows):
             fix = _FIX_KEPT_IN_LOOP
-        message = "gathered weights are kept until the backward pass."
-        yield _whole(KEPT_WEIGHTS, rows, message, fix)
+        yield _whole(KEPT_WEIGHTS, rows, "gathered weights are kept until the backward pass.", fix)
 
 
 @REDUCTION_PER_MICROBATCH.on_operation(*_programs.LOOPS)
@@ -381,8 +380,7 @@ def _fsdp_axes(program: Compilation, audit: _auditor.Auditor) -> set[str]:
     """Returns the mesh axes that split both parameters and the first dimension of the batch."""
     traced = audit.traced
     of_weights, of_batch, batch = set[str](), set[str](), set[_programs.Atom]()
-    weights = traced.may_be_weights()
-    rows = zip(traced.variables, program.compiled.shardings, weights, strict=True)
+    rows = zip(traced.variables, program.compiled.shardings, traced.may_be_weights(), strict=True)
     for var, sharding, is_weight in rows:
         if is_weight:
             of_weights |= _axes_of(sharding)

@@ -133,8 +133,7 @@ def _residuals(program: Program, run: list[Step]) -> Note:
         made = [source_of(step.computation, name) for name in step.instruction.operands]
         copied = (value.shapes[0] for value in made if value.opcode == "copy")
         copies += [(2 * step.times * c.bytes, m) for c in copied for m in sums if c == m.shapes[0]]
-    text = "matmuls add their results to copies of arrays. The copies move"
-    return RESIDUAL_COPY, text, copies
+    return RESIDUAL_COPY, "matmuls add their results to copies of arrays. The copies move", copies
 
 
 # ---------------------------------------------------------------------------

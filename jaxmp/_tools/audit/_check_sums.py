@@ -118,8 +118,7 @@ def check_terms(op: OpOccurrence) -> None:
     terms = op.labels(_dataflow.Terms, op.result) if _is_after_gradient(op) else ()
     if any(label.number > 2 for label in terms):
         message = f"gradients of several microbatches are summed in {op.dtype.name}."
-        fix = _origins.fix_operation(op) or _FIX_TERMS
-        op.add(_check_ops.ACCUMULATOR_16BIT, message, fix)
+        op.add(_check_ops.ACCUMULATOR_16BIT, message, _origins.fix_operation(op) or _FIX_TERMS)
 
 
 def _terms(op: OpOccurrence) -> int:
@@ -226,11 +225,8 @@ def check_cumulation(op: OpOccurrence) -> None:
     name, dtype = _programs.name_of(op.equation), _checks.half_of(op.equation.outvars)
     is_cumulation = name in _IN_CHUNKS and not _dataflow.contains([op.equation], {name})
     if dtype is not None and is_cumulation:
-        message, fix = (
-            f"{name} accumulates in {dtype.name}.",
-            _origins.fix_operation(op, dtype.name),
-        )
-        op.add(_check_ops.REDUCTION_16BIT, message, fix)
+        fix = _origins.fix_operation(op, dtype.name)
+        op.add(_check_ops.REDUCTION_16BIT, f"{name} accumulates in {dtype.name}.", fix)
 
 
 @_check_ops.ACCUMULATOR_16BIT.on_operation("add")

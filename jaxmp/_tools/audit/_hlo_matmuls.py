@@ -250,8 +250,7 @@ def matmul_of_instruction(flow: DataFlow, step: Step, part: Step) -> HloMatmul |
     name = "cublas fp8" if is_fp8 and kernel.name == "cublas" else kernel.name
     was_fp8 = "" if is_fp8 else _was_fp8(flow, part)
     named = instruction if instruction.op_name else step.instruction
-    result = instruction.shapes[0].dtype
-    return HloMatmul(lhs, rhs, result, name, was_fp8, kernel.flops, named)
+    return HloMatmul(lhs, rhs, instruction.shapes[0].dtype, name, was_fp8, kernel.flops, named)
 
 
 def _kernel_of(step: Step, part: Step) -> _Kernel | None:

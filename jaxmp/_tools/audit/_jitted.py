@@ -148,6 +148,5 @@ def _shape(leaf: object) -> object:
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding, weak_type=weak)
     if isinstance(leaf, np.ndarray):
         # NumPy's int64 is int32 without x64.
-        dtype = _core.canonical(np.empty(0, leaf.dtype)).dtype
-        return jax.ShapeDtypeStruct(leaf.shape, dtype)
+        return jax.ShapeDtypeStruct(leaf.shape, _core.canonical(np.empty(0, leaf.dtype)).dtype)
     return leaf

@@ -358,7 +358,8 @@ class Flow:
 def _order_of(label: Any) -> tuple[int, str]:
     """Returns a key that does not depend on addresses and hashes, unlike the order of a set."""
     label = getattr(label, "rounded", label)
-    return getattr(label, "number", 0), str(getattr(label, "location", getattr(label, "factor", "")))
+    text = getattr(label, "location", getattr(label, "factor", ""))
+    return getattr(label, "number", 0), str(text)
 
 
 def _survives(cls: type, name: str) -> bool:

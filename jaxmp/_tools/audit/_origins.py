@@ -260,8 +260,7 @@ def fix_rounding(op: OpOccurrence) -> str:
         elif _is_elementwise(origin.equation):
             waiting += [(v, origin) for v in origin.operands if not _programs.is_literal(v)]
     lines = _at_origins(casts, op, _source.UNKNOWN)[0]
-    shared = [fix_cast(cast) for cast in casts if _is_shared(cast)]
-    return "\n".join([*lines, *shared])
+    return "\n".join([*lines, *map(fix_cast, filter(_is_shared, casts))])
 
 
 def _at_origins(

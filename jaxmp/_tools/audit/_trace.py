@@ -301,8 +301,7 @@ def _trace(
             " arguments, and each run could change what it refers to. Pass it as an argument:\n"
             "    jaxmp.audit(train_step, state, batch, reference)"
         )
-    names = positional_names(fn)
-    return Traced(closed, own, positions, (args, kwargs), results, names, written)
+    return Traced(closed, own, positions, (args, kwargs), results, positional_names(fn), written)
 
 
 def value_of(leaf: Any) -> Any:

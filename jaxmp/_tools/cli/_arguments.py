@@ -236,8 +236,7 @@ def _is_library(module: str, folder: str) -> bool:
 
 def split_items(text: str) -> list[str]:
     """Returns the items of a list with commas, once each and without spaces around them."""
-    items = (item.strip() for item in text.split(","))
-    return list(dict.fromkeys(item for item in items if item))
+    return list(dict.fromkeys(filter(None, map(str.strip, text.split(",")))))
 
 
 def split_recipes(text: str) -> list[str]:

@@ -82,8 +82,7 @@ def run_script(
         is_compiling = settings.get("target") or settings.get("targets")
         with _compat.unchecked_cuda() if is_compiling else contextlib.nullcontext():
             # The output of the script goes to the error output.
-            output = sys.stderr.fileno()
-            process = subprocess.Popen(command, stdout=output, start_new_session=True)
+            process = subprocess.Popen(command, stdout=sys.stderr.fileno(), start_new_session=True)
         try:
             status = process.wait()
         finally:

@@ -285,8 +285,7 @@ def _with_wide_arguments(node: ast.Call, name: str, row: _functions.Function) ->
     first = next(arrays, None)
     if first is None:
         return None
-    new = (_cast_tree if row.is_tree else cast)(first)
-    return Changed({first: new}.get).visit(node)
+    return Changed({first: (_cast_tree if row.is_tree else cast)(first)}.get).visit(node)
 
 
 def _indexed(method: ast.Attribute) -> ast.Attribute | None:

@@ -394,8 +394,7 @@ def _loss_scale(e: NonfiniteEvidence) -> NonfiniteCause | None:
         sentence += " (a dynamic scale also reaches it by itself, after some skipped steps)"
     # All bits: a rounded number may be below the minimum scale.
     code = f"recipe = recipe.replace(loss_scale=jaxmp.{kind}({passing_scale:.17g}))"
-    fix = f"{sentence}:\n    {code}"
-    return NonfiniteCause("loss_scale", message, fix)
+    return NonfiniteCause("loss_scale", message, f"{sentence}:\n    {code}")
 
 
 def _diverged(e: NonfiniteEvidence) -> NonfiniteCause | None:

@@ -121,8 +121,7 @@ class Walk:
 
     def module(self, operation: Operation) -> str:
         """Returns the path of the module of an operation; "" for the root."""
-        root = _programs.root_of(self._names)
-        return _programs.module_of(operation.op.location.names, root)
+        return _programs.module_of(operation.op.location.names, _programs.root_of(self._names))
 
     def code(self, variable: Variable) -> int:
         """Returns the code of a variable, `FINITE` for zeros."""

@@ -317,8 +317,7 @@ def _text_fix(fix: Fix, width: int) -> list[Line]:
 
 def _wrapped(text: str, width: int) -> list[str]:
     """Wraps text at blanks; words that are longer than a line are broken."""
-    line = " ".join(printable(text).split())
-    return textwrap.wrap(line, max(width, 1), break_on_hyphens=False)
+    return textwrap.wrap(" ".join(printable(text).split()), max(width, 1), break_on_hyphens=False)
 
 
 _NUMBER = re.compile(r"[-+<>]?\d[\d,.]*( ?[kMGTP]?(FLOP|B)| ?%| [a-z]+)?")

@@ -370,8 +370,7 @@ class Emulation(_programs.Interpreter):
             self._compared and (place.names, _programs.call_site(equation)) in self._compared
         )
         if self.name == FLOAT8 and is_dot and not _programs.dot_of(equation).batch[0]:
-            pairs = zip(arrays, flags, strict=True)
-            arrays = [_fp8(x, f) if _is_fp32(x) else x for x, f in pairs]
+            arrays = [_fp8(x, f) if _is_fp32(x) else x for x, f in zip(arrays, flags, strict=True)]
         results = self.bound(equation, arrays)
         ends = equation.outvars
         if not is_matmul and (is_wide or _TABLE.category(name) == "fp32"):

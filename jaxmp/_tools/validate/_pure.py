@@ -380,8 +380,7 @@ def check_same_params(reference: Leaves, params: PyTree, name: str, seed: int) -
             "the same model for every recipe."
         )
     for path, leaf in actual.items():
-        cast = np.asarray(jnp.asarray(reference[path], leaf.dtype))
-        if cast.tobytes() != leaf.tobytes():
+        if np.asarray(jnp.asarray(reference[path], leaf.dtype)).tobytes() != leaf.tobytes():
             raise ValidationError(
                 f"The initial parameter {path!r} of {name!r} differs from the reference for seed "
                 f"{seed}. Initialize the parameters in FP32 from the seed alone, such as "

@@ -185,8 +185,7 @@ class ValidationReport(_views.Report):
         tables = (number for number, section in enumerate(sections, 1) if section.rows)
         first = next(tables, len(self.candidates))
         parts = html_sections(sections[:first]), _charts_of(self), html_sections(sections[first:])
-        body = "\n".join(filter(None, parts))
-        return html_document(self._title, body, "charts")
+        return html_document(self._title, "\n".join(filter(None, parts)), "charts")
 
 
 # ---------------------------------------------------------------------------

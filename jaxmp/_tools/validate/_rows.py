@@ -442,8 +442,7 @@ def _candidate_sections(
         _modules(candidate, full),
     ]
     if full:
-        title = f"{name}: {report.metric.name} by seed"
-        sections.append(table(title, candidate.pairs, pairs))
+        sections.append(table(f"{name}: {report.metric.name} by seed", candidate.pairs, pairs))
     return sections
 
 
