@@ -346,8 +346,7 @@ def test_mixed_operands():
             return lax.dot(x, w)  # a mixed-operand dot
 
     report = audit(fn, shape(16, 64), shape(64, 64, dtype=jnp.float32), recipe=BF16)
-    finding = the_only(report.errors, "mixed_operands")
-    assert_named(finding, "head", "a mixed-operand dot")
+    assert_named(the_only(report.errors, "mixed_operands"), "head", "a mixed-operand dot")
     assert report.matmul_flops == {("bfloat16", "float32"): 2 * 16 * 64 * 64}
     assert checks(report) == {"mixed_operands"}
 
@@ -663,8 +662,7 @@ def test_a_solver_and_its_derivatives_are_fp32_by_design(solve):
 
 def test_a_rounded_count_is_no_rounded_loss():
     def loss(w, x, mask):
-        losses = (x @ w.astype(jnp.bfloat16)).astype(jnp.float32).mean(-1)
-        terms = jnp.where(mask, losses, 0)
+        terms = jnp.where(mask, (x @ w.astype(jnp.bfloat16)).astype(jnp.float32).mean(-1), 0)
         return terms.sum() / mask.sum().astype(jnp.bfloat16).astype(jnp.float32)
 
     arguments = shape(64, 64, dtype=jnp.float32), shape(600, 64), shape(600, dtype=bool)
@@ -809,8 +807,7 @@ def test_small_steps_of_a_solver_are_lost_in_16_bits():
     assert_named(finding, "", "a step")
     assert "the factor 0.01" in finding.message and "about 10% of their sum" in finding.message
     for options in ({"step": 0.5}, {"dtype": jnp.float32}):
-        healthy = functools.partial(fn, **options)
-        assert "accumulator_16bit" not in checks(audit(healthy, *args))
+        assert "accumulator_16bit" not in checks(audit(functools.partial(fn, **options), *args))
 
 
 def test_gradients_that_a_loop_adds_up_in_16_bits():
@@ -952,8 +949,7 @@ def attention_note(*sizes, around=lambda attend: attend, **options):
         with jax.named_scope("attend"):
             return jaxmp.dot_product_attention(q, q, q, **options)
 
-    report = audit(around(attend), shape(*sizes))
-    return note_of(report, "unfused_attention")
+    return note_of(audit(around(attend), shape(*sizes)), "unfused_attention")
 
 
 @pytest.mark.parametrize("around", [lambda f: f, jax.checkpoint, jax.jit])
@@ -992,8 +988,7 @@ def test_attention_under_vmap_claims_no_more_than_is_known():
 
 def attend(q, k, v):
     logits = jnp.einsum("bqd,bkd->bqk", q, k) / 8
-    weights = jax.nn.softmax(logits.astype(jnp.float32)).astype(q.dtype)
-    return jnp.einsum("bqk,bkd->bqd", weights, v)
+    return jnp.einsum("bqk,bkd->bqd", jax.nn.softmax(logits.astype(jnp.float32)).astype(q.dtype), v)
 
 
 @pytest.mark.parametrize(
@@ -1025,8 +1020,7 @@ def test_a_softmax_head_is_no_attention():
 def test_a_mixture_of_experts_is_no_attention():
     def fn(x, router, experts):
         gates = jax.nn.softmax((x @ router).astype(jnp.float32)).astype(x.dtype)
-        outs = jnp.einsum("btd,edf->btef", x, experts)
-        return jnp.einsum("bte,btef->btf", gates, outs)
+        return jnp.einsum("bte,btef->btf", gates, jnp.einsum("btd,edf->btef", x, experts))
 
     args = shape(4, 16, 64), shape(64, 8), shape(8, 64, 64)
     assert "unfused_attention" not in checks(audit(fn, *args))
@@ -1040,8 +1034,7 @@ def test_a_mixture_of_experts_is_no_attention():
 @pytest.mark.parametrize("framework", ["linen", "nnx"])
 @fast_cases("nnx")
 def test_optimizer_state_in_train_states(framework):
-    inner = optax.adam(1e-3, mu_dtype=jnp.float16)
-    step, *args = byte_gpt_step(framework, "bf16", SMALL, inner)
+    step, *args = byte_gpt_step(framework, "bf16", SMALL, optax.adam(1e-3, mu_dtype=jnp.float16))
     parameters = nnx.state(args[0], nnx.Param) if framework == "nnx" else args[0].params
     finding = the_only(audit(step, *args, TOKENS, recipe="bf16").errors, "optimizer_state_16bit")
     assert "mu" in finding.message
@@ -1483,8 +1476,7 @@ def documented_types():
     text = text_of("docs/findings.md").split("## JSON\n")[1].split("\n## ")[0]
     types = {}
     for heading, body in re.findall(r"\*\*(\w+)\*\*\n\n(.*?)\n\n", text + "\n\n", re.DOTALL):
-        rows = re.findall(r"^\| `(\w+)` \| ([^|]+) \|", body, re.MULTILINE)
-        types[heading] = dict(rows)
+        types[heading] = dict(re.findall(r"^\| `(\w+)` \| ([^|]+) \|", body, re.MULTILINE))
     return types
 
 
@@ -1673,8 +1665,7 @@ def test_rich_shows_the_report_and_obeys_nothing_in_it(faulty):
 
 @pytest.mark.slow
 def test_an_audit_takes_less_time_than_tracing_the_step():
-    model = GPT(layers=48, width=64, heads=2, max_length=16)
-    step, state = byte_gpt_step("linen", "bf16", model)
+    step, state = byte_gpt_step("linen", "bf16", GPT(layers=48, width=64, heads=2, max_length=16))
 
     def seconds(work):
         start = time.process_time()

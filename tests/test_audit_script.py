@@ -394,8 +394,7 @@ def decayed_loss(params, x):
 
 def step_with(tx):
     def step(params, opt_state, x):
-        grads = jax.grad(decayed_loss)(params, x)
-        updates, opt_state = tx.update(grads, opt_state, params)
+        updates, opt_state = tx.update(jax.grad(decayed_loss)(params, x), opt_state, params)
         return optax.apply_updates(params, updates), opt_state
 
     return step, (PARAMS, tx.init(PARAMS), jnp.ones((2, 4)))
@@ -415,8 +414,7 @@ def test_a_loop_of_steps_is_a_step():
         tx = optax.sgd(0.1)
 
         def body(params, x):
-            grads = jax.grad(decayed_loss)(params, x)
-            updates, _ = tx.update(grads, tx.init(params))
+            updates, _ = tx.update(jax.grad(decayed_loss)(params, x), tx.init(params))
             return optax.apply_updates(params, updates), ()
 
         return jax.lax.scan(body, params, x)[0]
@@ -618,8 +616,7 @@ DEFINED_BY = {
 @pytest.mark.parametrize("step", DEFINED_BY)
 def test_a_step_has_the_name_and_line_of_the_function_of_the_user(watch, step):
     x = "x, x" if "pmap" in step else "x[0], x[0]"
-    code = compile(f"{DEFINED}({step})({x})", "step.py", "exec")
-    result = watch("memory", code, target=None)
+    result = watch("memory", compile(f"{DEFINED}({step})({x})", "step.py", "exec"), target=None)
     assert result["sentence"].startswith(f"Function {DEFINED_BY[step]}")
     estimate = jaxmp.typing.MemoryEstimate.from_json(result["report"])
     assert estimate.function == DEFINED_BY[step].partition(" ")[0]

@@ -143,8 +143,7 @@ def test_optax_without_masters(tx, recipe):
 
 
 def optax_step(params, state, x, tx):
-    grads = jaxmp.grad(lambda p: loss(p["w"], x))(params)
-    updates, state = tx.update(grads, state, params)
+    updates, state = tx.update(jaxmp.grad(lambda p: loss(p["w"], x))(params), state, params)
     return optax.apply_updates(params, updates), state
 
 
@@ -222,8 +221,7 @@ def test_16_bit_parameters_of_a_model(framework):
         args = model, nnx.Optimizer(model, tx, wrt=nnx.Param), X
 
         def step(model, optimizer, x):
-            grads = nnx.grad(lambda m: jnp.mean(m(x).astype(F32) ** 2))(model)
-            optimizer.update(model, grads)
+            optimizer.update(model, nnx.grad(lambda m: jnp.mean(m(x).astype(F32) ** 2))(model))
 
         step = nnx.jit(step)
     assert set(counts(step, *args)) == {"missing_master"}
@@ -324,8 +322,7 @@ def test_a_scale_multiplies_the_whole_loss(of_loss, is_scaled):
 def test_the_recipes_scale(recipe):
     state = new_state({"w": jnp.ones((64, 64))}, recipe, relaxed(optax.adamw(1e-3)))
 
-    step = state_step(lambda p, x: loss(p["w"], x, F16))
-    assert counts(step, state, X, recipe=recipe) == {}
+    assert counts(state_step(lambda p, x: loss(p["w"], x, F16)), state, X, recipe=recipe) == {}
 
 
 # ---------------------------------------------------------------------------
@@ -643,8 +640,7 @@ def test_the_reductions_of_jaxmp():
     state = new_state({"w": jnp.ones((64, 64))}, recipe, relaxed(optax.sgd(0.1)), axis_name="data")
     step = state_step(lambda p, x: loss(p["w"], x))
     for check_vma in (False, True):
-        spread = over_devices(step, check_vma=check_vma)
-        assert counts(spread, state, X, recipe=recipe) == {}
+        assert counts(over_devices(step, check_vma=check_vma), state, X, recipe=recipe) == {}
 
 
 # ---------------------------------------------------------------------------
@@ -746,8 +742,7 @@ def test_the_fix_of_a_sum_over_devices_keeps_the_quotient(count):
 
     def mean(reduced):
         def gradient(w, x):
-            grads = jax.grad(loss)(w, x)
-            return reduced(grads)
+            return reduced(jax.grad(loss)(w, x))
 
         specs = {"in_specs": (PartitionSpec(), PartitionSpec("data")), "out_specs": PartitionSpec()}
         return jax.shard_map(gradient, mesh=mesh, check_vma=False, **specs)
@@ -780,7 +775,6 @@ def test_matmuls_that_are_widened_for_the_cpu_count_as_16_bits():
     mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
     replicated = NamedSharding(mesh, PartitionSpec())
     args = jax.device_put((jnp.ones((64, 64)), jnp.ones((16, 64))), replicated)
-    step = jaxmp.value_and_grad(loss)
-    report = audit(step, *args, recipe="bf16")
+    report = audit(jaxmp.value_and_grad(loss), *args, recipe="bf16")
     assert not report.errors
     assert {(row.lhs, row.rhs) for row in report.matmuls} == {("bfloat16", "bfloat16")}

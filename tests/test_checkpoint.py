@@ -289,8 +289,7 @@ def test_parameters_are_restored_without_the_rest(source, tmp_path):
     average = make_state("fp32", seed=1).params
     checkpointer = save(tmp_path, {"average": average, "run": state}, matrix.recipe_of(source))
     full = jaxmp.get_master_params(state)
-    zeros = jax.tree.map(jnp.zeros_like, full)
-    assert same(checkpointer.restore(zeros, only="params"), full)
+    assert same(checkpointer.restore(jax.tree.map(jnp.zeros_like, full), only="params"), full)
     shapes = jax.eval_shape(lambda: {"params": full})
     assert same(checkpointer.restore(shapes, only="params")["params"], full)
     own = checkpointer.restore(jax.eval_shape(lambda: state.params), only="params")
@@ -755,8 +754,7 @@ def test_scales_of_jmp_and_flax_are_read(scale, count, write, tmp_path):
     path = write(tmp_path, state | scale)
     recipe = jaxmp.load_recipe("fp16")
     like = {"params": params, "opt_state": recipe.optimizer(inner).init(params)}
-    restored = Checkpointer(path).restore(like, recipe=recipe, migrate=True)
-    read = jaxmp.get_loss_scale(restored)
+    read = jaxmp.get_loss_scale(Checkpointer(path).restore(like, recipe=recipe, migrate=True))
     assert read == jaxmp.DynamicLossScale(2**13).with_leaves(good_steps=jnp.int32(count))
     # A recipe without a scale drops it without loss.
     like = {"params": params, "opt_state": jaxmp.load_recipe("bf16").optimizer(inner).init(params)}
@@ -1200,8 +1198,7 @@ def test_scalars_of_optimizers_may_be_infinite(name, master, tmp_path):
     assert infinite and all(x.shape == () for x in infinite)
     checkpointer = save(tmp_path, state, BF16_PARAMS.replace(master=master))
     assert not checkpointer.describe().nonfinite
-    like = make_state("bf16_params", master, seed=1, inner=inner)
-    assert same(checkpointer.restore(like), state)
+    assert same(checkpointer.restore(make_state("bf16_params", master, seed=1, inner=inner)), state)
     tx = optax.contrib.reduce_on_plateau()
     params = {"w": jnp.array(jnp.nan)}
     scalar = jaxmp.TrainState.create(apply_fn=None, params=params, tx=FP32.optimizer(tx))
@@ -1262,8 +1259,7 @@ def test_safetensors_with_a_name_that_continues_another_are_not_nested(tmp_path)
     safetensors.numpy.save_file(arrays, path)
     with pytest.raises(CheckpointError, match="has a parameter 'a'") as error:
         load_safetensors(path)
-    fix = re.search(r"safetensors\.numpy.*\)", str(error.value))[0]
-    assert same(eval(fix), arrays)
+    assert same(eval(re.search(r"safetensors\.numpy.*\)", str(error.value))[0]), arrays)
     assert same(load_safetensors(path, arrays), arrays)
 
 

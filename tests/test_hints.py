@@ -173,8 +173,7 @@ def test_matmuls_in_float64_are_said(dtype):
         model = recipe.wrap(nn.Dense(8))
         params = model.init(jax.random.key(0), x)
         state = new_state(params, recipe, apply_fn=model.apply)
-        gradient = state.value_and_grad(lambda params: jnp.mean(model.apply(params, x) ** 2))
-        hints = hints_of(gradient)
+        hints = hints_of(state.value_and_grad(lambda params: jnp.mean(model.apply(params, x) ** 2)))
     assert ["x = x.astype(jnp.float32)" in hint for hint in hints] == [True] * (dtype == "float64")
 
 

@@ -523,8 +523,7 @@ CASES += [(StaticLossScale, "loss_scale", value) for value in BAD_SCALES]
 
 def fix_in(error):
     """Evaluates the fix that a message contains."""
-    call = re.search(r"for example (.*)\.$", str(error.value)).group(1)
-    return eval(call, NAMES)
+    return eval(re.search(r"for example (.*)\.$", str(error.value)).group(1), NAMES)
 
 
 @pytest.mark.parametrize(("cls", "name", "value"), CASES, ids=lambda x: repr(x)[:20])

@@ -134,8 +134,7 @@ def test_megatron_to_the_bit_with_any_factor(pattern, factors, interval):
     """Megatron-LM stores scale, factors and minimum as FP32 tensors."""
     ours = DynamicLossScale.preset("megatron", growth_interval=interval, **factors)
     stored = {name: np.float32(value) for name, value in (factors | {"min_scale": 1}).items()}
-    model = megatron_model(pattern, growth_interval=interval, **stored)
-    assert_same_sequence(ours, pattern, model)
+    assert_same_sequence(ours, pattern, megatron_model(pattern, growth_interval=interval, **stored))
 
 
 def test_a_wrong_preset_is_noticed():

@@ -111,8 +111,7 @@ def test_losses_and_gradients_are_those_of_fp64(case):
     loss, slope = with_slope(logits, labels, weights, **options)
     assert loss.dtype == jnp.float32 and slope.dtype == logits.dtype
 
-    finite = np.where(np.isfinite(f64(logits)), f64(logits), 0)
-    spread = np.abs(finite).max()
+    spread = np.abs(np.where(np.isfinite(f64(logits)), f64(logits), 0)).max()
     squares = options["z_loss"] * np.square(lse).max()
     # A handful of FP32 roundings of the largest terms, and of a sum of V.
     allowed = F32_EPS * (4 * logits.shape[1] + 8 * spread + 8 * squares)
@@ -179,8 +178,7 @@ def test_gradient_by_soft_labels():
 def test_an_infinite_or_nan_logit_is_not_hidden():
     run = jax.jit(jax.value_and_grad(softmax))
     for bad in (jnp.inf, jnp.nan):
-        logits = jnp.array([[1.0, bad, 0.0]])
-        loss, slope = run(logits, jnp.array([0]))
+        loss, slope = run(jnp.array([[1.0, bad, 0.0]]), jnp.array([0]))
         assert np.isnan(loss) and np.isnan(slope).any()
 
 
@@ -290,8 +288,7 @@ def test_a_class_index_out_of_range(loss_fn, wrong):
 def test_labels_of_any_integer_dtype(dtype):
     logits = jnp.asarray(np.random.default_rng(0).normal(size=(2, 300)), jnp.float32)
     labels = np.array([3, 120], dtype)  # beside 300 classes, which 8 bits cannot count
-    found = softmax(logits, labels)
-    np.testing.assert_allclose(found, oracle(logits, labels)[0].mean(), rtol=1e-6)
+    np.testing.assert_allclose(softmax(logits, labels), oracle(logits, labels)[0].mean(), rtol=1e-6)
 
 
 @pytest.mark.parametrize("ignored", [-100, -1, 0, 5, 10**6])
@@ -320,8 +317,7 @@ def test_transformations(loss_fn):
     parts = (hidden.reshape(3, 2, -1), labels.reshape(3, 2))
     one = lambda part: run(part[0], kernel, part[1])
     mapped = jax.jit(jax.vmap(one))(parts)
-    scanned = jax.lax.scan(lambda carry, part: (carry, one(part)), 0, parts)[1]
-    jax.tree.map(close, mapped, scanned)
+    jax.tree.map(close, mapped, jax.lax.scan(lambda carry, part: (carry, one(part)), 0, parts)[1])
     close(mapped[0].mean(), plain[0])
     close(mapped[1][1].mean(0), plain[1][1])
 

@@ -159,8 +159,7 @@ def test_optax_maps_over_the_states_that_are_like_the_parameters(recipe, form, i
     ]
     same = optax.tree.map_params(tx, lambda leaf, _: leaf, state, params)
     assert jax.tree.structure(same) == jax.tree.structure(state)
-    grads = jax.tree.map(jnp.ones_like, toy_params())
-    new = jax.eval_shape(tx.update, grads, same, params)[1]
+    new = jax.eval_shape(tx.update, jax.tree.map(jnp.ones_like, toy_params()), same, params)[1]
     assert jax.tree.structure(new) == jax.tree.structure(state)
 
 
@@ -220,8 +219,7 @@ def test_a_master_that_does_not_fit_skips_the_step_and_check_names_it():
         assert int(stats.total) == 1 and not bool(stats.last_finite)
         with pytest.raises(MasterOverflowError, match=r"'a:w'.*Rule\('a:w', 'p=f32'\)"):
             jaxmp.check(new)
-        again = new.apply_gradients(grads=jax.tree.map(jnp.zeros_like, grads))
-        jaxmp.check(again)
+        jaxmp.check(new.apply_gradients(grads=jax.tree.map(jnp.zeros_like, grads)))
 
 
 def test_packed_is_refused_for_float16_with_a_fix_that_works():
@@ -256,8 +254,7 @@ def test_an_unknown_master_is_refused_with_the_menu():
 @fast_cases("nan-cond", "inf-cond", "-inf-select")
 def test_a_nonfinite_gradient_changes_only_scale_and_counters(skip, bad):
     schedule = optax.linear_schedule(1e-2, 0, 9)
-    inner = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule))
-    tx = mixed(inner, skip=skip)
+    tx = mixed(optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule)), skip=skip)
     params = optim._master.cast_params(toy_params(), BF16)
     state = tx.init(toy_params())
     grads = jax.tree.map(lambda p: jnp.ones(p.shape), params)
@@ -298,8 +295,7 @@ def test_counters(skip):
 )
 def test_sixteen_bit_gradients_reach_the_inner_transformation_in_fp32(around):
     seen = []
-    spy = optax.stateless(lambda g, p: seen.append(jax.tree.leaves(g)[0].dtype) or g)
-    tx = around(spy)
+    tx = around(optax.stateless(lambda g, p: seen.append(jax.tree.leaves(g)[0].dtype) or g))
     params = toy_params()
     tx.update(jax.tree.map(lambda p: p.astype(jnp.float16), params), tx.init(params), params)
     assert set(seen) == {np.dtype("float32")}
@@ -572,8 +568,7 @@ def test_a_state_without_a_scale_says_how_to_get_one():
 def test_stochastic_rounding_is_unbiased_and_lands_on_neighbours(dtype, value):
     value = np.float32(value)
     count = 200_000
-    keys = jax.random.key(1)
-    rounded = optim._rounding.round_stochastically(keys, jnp.full(count, value), dtype)
+    rounded = optim._rounding.round_stochastically(jax.random.key(1), jnp.full(count, value), dtype)
     rounded = np.asarray(rounded.astype(jnp.float32), np.float64)
     lower, upper = sorted({*rounded.tolist()})[0], sorted({*rounded.tolist()})[-1]
     assert lower <= value <= upper and len({*rounded.tolist()}) <= 2

@@ -141,8 +141,7 @@ def test_each_shipped_file_is_commented():
 @pytest.mark.parametrize("page", ["policies/README.md", "docs/recipes.md"])
 def test_the_tables_of_recipes_are_complete(page):
     """A new recipe needs a row in the first table of both pages."""
-    text = text_of(page)
-    table = re.search(r"^\| recipe \|.*?(?=\n\n)", text, re.MULTILINE | re.DOTALL)
+    table = re.search(r"^\| recipe \|.*?(?=\n\n)", text_of(page), re.MULTILINE | re.DOTALL)
     rows = re.findall(r"^\| `(\w+)` \|", table[0], re.MULTILINE)
     assert sorted(rows) == ALL, f"add a row for the recipe to {page}"
 
@@ -249,8 +248,7 @@ def test_float16_anywhere_asks_for_a_dynamic_loss_scale(policies, scaled):
 
 
 def test_a_path_object_is_a_file(write):
-    name = write('extends = "bf16"')
-    assert load_recipe(Path(name)).policies == load_recipe("bf16").policies
+    assert load_recipe(Path(write('extends = "bf16"'))).policies == load_recipe("bf16").policies
     with pytest.raises(RecipeError, match=r"does not end in \.toml") as error:
         load_recipe(Path("my.yaml"))
     assert "load_recipe('my.toml')" in str(error.value)
@@ -787,8 +785,7 @@ def test_the_readme_documents_every_key():
 
 
 def test_the_test_of_the_readme_can_fail():
-    without_key = README.replace("| `margin` |", "| margin |")
-    assert undocumented(without_key) == [("`[fp8]`", "margin")]
+    assert undocumented(README.replace("| `margin` |", "| margin |")) == [("`[fp8]`", "margin")]
     without_table = README.replace("### `[fp8]`", "### fp8")
     assert ("`[fp8]`", "scaling") in undocumented(without_table)
 

@@ -112,8 +112,7 @@ class Nnx:
         update(self.model, self.optimizer, nnx.State(jax.tree.map(nnx.Param, grads)))
 
     def masters(self):
-        full = jaxmp.optim._find.replace_by_masters(self.params, self.optimizer_state())
-        return dict(full)
+        return dict(jaxmp.optim._find.replace_by_masters(self.params, self.optimizer_state()))
 
     def optimizer_state(self):
         return nnx.as_pure(self.optimizer.opt_state)
@@ -224,8 +223,7 @@ def test_nan_and_negative_zero_are_compared_by_their_bits():
 
 
 def test_a_state_in_a_scan_keeps_its_dtypes_and_follows_each_replacement():
-    recipe = RECIPES["bf16_params"]
-    state = Linen(recipe, optax.sgd(1e-3)).state
+    state = Linen(RECIPES["bf16_params"], optax.sgd(1e-3)).state
 
     def body(state, _):
         clipped = jax.tree.map(lambda p: jnp.clip(p, 0, 0.5), jaxmp.get_master_params(state))
@@ -245,8 +243,7 @@ def test_sharded_states_take_arrays_of_the_host():
         before = jax.tree.map(lambda leaf: leaf.sharding, state)
         state = state.replace(params=FP32)
         step = jax.jit(lambda state: state.apply_gradients(grads=gradients(0.0)))
-        new = step(state)
-        jax.tree.map(np.testing.assert_array_equal, jaxmp.get_master_params(new), FP32)
+        jax.tree.map(np.testing.assert_array_equal, jaxmp.get_master_params(step(state)), FP32)
         for leaf, place in zip(jax.tree.leaves(state), jax.tree.leaves(before), strict=True):
             assert leaf.sharding.is_equivalent_to(place, leaf.ndim)
 
@@ -323,8 +320,7 @@ def test_a_plain_loop_with_fp32_parameters_names_the_call_that_sets_both():
 
 @pytest.mark.usefixtures("standard_promotion")
 def test_a_skipped_step_restores_the_masters_of_parameters_that_the_forward_pass_wrote():
-    recipe = RECIPES["bf16_params"]
-    loop = Nnx(recipe, optax.sgd(1e-3))
+    loop = Nnx(RECIPES["bf16_params"], optax.sgd(1e-3))
     before = jax.tree.map(np.asarray, (loop.params, loop.masters()))
 
     def loss_fn(model, factor):

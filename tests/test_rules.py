@@ -257,8 +257,7 @@ def test_a_map_cannot_be_changed():
 def test_equal_maps_do_not_trace_again():
     compute = jax.jit(lambda policies, x: policies.resolve("a").cast_to_compute(x))
     for _ in range(2):
-        fresh = PolicyMap("p=f32", [Rule("a", "c=bf16")])
-        assert compute(fresh, jnp.ones(2)).dtype == jnp.bfloat16
+        assert compute(PolicyMap("p=f32", [Rule("a", "c=bf16")]), jnp.ones(2)).dtype == jnp.bfloat16
     assert compute._cache_size() <= 1
     assert compute(PolicyMap("p=f32", [Rule("b", "c=bf16")]), jnp.ones(2)).dtype == jnp.float32
 
@@ -314,8 +313,7 @@ def test_a_required_rule_that_matches_nothing_is_refused(rule, words):
 
 
 def test_a_required_rule_that_is_shadowed_still_matches():
-    policies = PolicyMap("bf16", [Rule("a", "c=f32"), Rule("a", "c=f16")])
-    check_required(policies, {"a": None})
+    check_required(PolicyMap("bf16", [Rule("a", "c=f32"), Rule("a", "c=f16")]), {"a": None})
 
 
 # ---------------------------------------------------------------------------

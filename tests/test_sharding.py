@@ -59,8 +59,7 @@ RECIPES = [("bf16", {}), ("bf16_params", {}), ("bf16_params", {"master": "packed
 @pytest.mark.parametrize("devices", [1, 2, 4])
 def test_parameters_masters_and_moments_share_their_bytes(recipe, changes, devices):
     state = linen_state(recipe, optax.adam(1e-3), **changes)
-    mesh = mesh_of(devices)
-    shardings = state_shardings(state, jax.tree.map(rows(mesh), state.params))
+    shardings = state_shardings(state, jax.tree.map(rows(mesh_of(devices)), state.params))
     whole = bytes_on_first_device(state)
     placed = jax.device_put(state, shardings)
     assert bytes_on_first_device(placed) * devices == whole
@@ -70,8 +69,7 @@ def test_parameters_masters_and_moments_share_their_bytes(recipe, changes, devic
 
 def test_the_state_of_fp8_is_replicated():
     state = linen_state("fp8_delayed", optax.adam(1e-3))
-    mesh = mesh_of()
-    params = jax.tree.map(rows(mesh), state.params["params"])
+    params = jax.tree.map(rows(mesh_of()), state.params["params"])
     shardings = state_shardings(state, {"params": params})
     specs = jax.tree.leaves(shardings.params["_overwrite_with_gradient"])
     assert specs and all(s.is_fully_replicated for s in specs)
@@ -87,8 +85,7 @@ def test_moments_are_split_over_one_more_axis():
     specs = jax.tree.map(columns, state.params)
     shardings = state_shardings(state, specs, optimizer="data")
     assert shardings.params == specs
-    shapes = jax.eval_shape(lambda: state)
-    assert state_shardings(shapes, specs, optimizer="data") == shardings
+    assert state_shardings(jax.eval_shape(lambda: state), specs, optimizer="data") == shardings
     counts = {}
     for sharding in jax.tree.leaves(shardings.opt_state):
         counts[sharding.spec] = counts.get(sharding.spec, 0) + 1
@@ -120,8 +117,7 @@ def test_moments_are_split_along_the_first_free_dimension(shape, spec, expected)
 
 def test_arrays_of_other_shapes_are_replicated():
     state = linen_state("bf16", optax.adafactor(1e-3, min_dim_size_to_factor=4))
-    mesh = mesh_of()
-    shardings = state_shardings(state, jax.tree.map(rows(mesh), state.params))
+    shardings = state_shardings(state, jax.tree.map(rows(mesh_of()), state.params))
     leaves = zip(
         jax.tree.leaves(state.opt_state), jax.tree.leaves(shardings.opt_state), strict=True
     )

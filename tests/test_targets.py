@@ -115,8 +115,7 @@ def test_no_two_chips_share_a_device_kind():
 
 
 def test_a_user_describes_a_chip(write):
-    described = {"like": "h100", "memory": 96e9, "peak": {"half": 800, "fp8": 1600}}
-    chip = get_target(described)
+    chip = get_target({"like": "h100", "memory": 96e9, "peak": {"half": 800, "fp8": 1600}})
     assert (chip.memory, chip.bandwidth) == (96 * 10**9, get_target("h100").bandwidth)
     assert chip.peak["bfloat16"] == 800e12 and chip.capability == (9, 0)
     text = 'name = "mine"\nlike = "h100"\nmemory = 96e9\npeak = {half = 800, fp8 = 1600}\n'
