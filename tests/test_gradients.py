@@ -69,7 +69,7 @@ def test_a_rounded_loss_warns_once_at_the_line_of_the_user(loss, dtype):
         for _ in range(2):
             jaxmp.value_and_grad(loss)(jnp.ones(3, dtype))
     (warning,) = caught
-    assert "computed in bfloat16" in str(warning.message) and warning.filename == __file__
+    assert "it, is computed in bfloat16" in str(warning.message) and warning.filename == __file__
 
 
 def test_scalar_parameters_in_16_bits_are_no_rounded_loss():

@@ -108,7 +108,7 @@ def warn_of_gradient(mark: Mark, line: tuple[str, int]) -> None:
 def warn_of_rounded_loss(dtype: Any) -> None:
     """Warns of a loss that is computed in 16 bits."""
     _core.warn_user(
-        f"The loss is computed in {dtype}, which rounds it. Compute it in FP32: "
+        f"The loss, or a term of it, is computed in {dtype}, which rounds it. Compute it in FP32: "
         "logits.astype(jnp.float32) before the loss."
     )
 
