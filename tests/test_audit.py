@@ -533,7 +533,7 @@ def test_what_belongs_in_fp32(fn, check, dtype):
         lambda x: jnp.sum(x, axis=-1),  # JAX accumulates in FP32
         lambda x: jnp.mean(x, axis=-1),
         lambda x: x - jnp.var(x, axis=-1, keepdims=True),
-        lambda x: jnp.tanh(x) * jax.nn.sigmoid(x),
+        lambda x: jnp.tanh(x) * jax.nn.sigmoid(x) * jnp.power(x, 3.0),
         lambda x: jnp.max(x, axis=-1),
         lambda x: x[:, :4].astype(jnp.float32).sum(-1),
         lambda x: lax.reduce_sum(x[:, :4], (1,)),  # few terms

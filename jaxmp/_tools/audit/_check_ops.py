@@ -285,7 +285,8 @@ def check_exponential(op: _checks.OpOccurrence, dtype: np.dtype) -> ForwardUse |
     if op.name in _NO_EXPONENTIALS or not op.is_forward:
         return None
     message, severity = f"{op.name} in {dtype.name}", _checks.ERROR
-    if op.name in _SQUARES:
+    power = _dataflow.number_of(op.body.source_of(op.operands[-1], _checks.LAYOUT))
+    if op.name in _SQUARES or (op.name == "pow" and power and power.is_integer()):
         if dtype.name != "float16":
             return None
         message, severity = f"{message}: results above 65504 overflow", _checks.WARNING
@@ -303,8 +304,8 @@ def check_exponential(op: _checks.OpOccurrence, dtype: np.dtype) -> ForwardUse |
             return None
         # A logarithm that is rounded again is reported where a loss sums it.
         back = "" if op.name in ("log", "log1p") and op.is_own_call else dtype.name
-        fix = keep or _origins.fix_operation(op, back)
-        fix = fix or f"Compute {op.name} in FP32: {EXP_16BIT.fix}"
+        in_words = f"Compute {op.name} in FP32: {EXP_16BIT.fix}"
+        fix = keep or _origins.fix_operation(op, back) or in_words
     use = ForwardUse(op, message, fix, severity)
     if op.location.differentiated:
         return use  # It may be computed for a derivative alone.
