@@ -256,14 +256,14 @@ FLOAT16 = "x = x.astype(jnp.float16)"
 @pytest.mark.parametrize(
     ("body", "code"),
     [
-        (  # The fix computes the squares of a variance in FP32, too.
+        (  # The fix computes the squares of a variance in FP32, too, for arrays of all shapes.
             [
-                "g = x @ x.T",
-                "mean = g.mean(-1, keepdims=True)",
-                "v = jnp.square(g - mean).mean(-1, keepdims=True)",
-                "return (g / jnp.sqrt(v + 1e-5)).astype(jnp.float32)",
+                "def norm(g):",
+                "    v = jnp.square(g - 1).mean(-1, keepdims=True)",
+                "    return (g / jnp.sqrt(v + 1e-5)).astype(jnp.float32)",
+                "return norm(x[:8]).sum() * norm(x @ x.T)",
             ],
-            "jnp.square(g.astype(jnp.float32) - mean).mean(-1, keepdims=True)",
+            "jnp.square(g.astype(jnp.float32) - 1).mean(-1, keepdims=True)",
         ),
         (  # Other operations read the rounded values, too: a matmul, or the carry of a loop.
             [

@@ -237,18 +237,17 @@ def check_fp32(op: OpOccurrence, matmul: _programs.Matmul, flops: int) -> None:
     if not (matmul.lhs == matmul.rhs == _core.FLOAT32) or _is_fp32_by_design(op, matmul):
         return
     allowed = op.audit.context.allowed_dtypes(op.location.names)
-    if _is_router(op):
+    was_16_bits = _labels.WAS_16_BITS in op.audit.flow.of_all(op.operands[:2])
+    call, calls = _programs.call_site(op.equation), op.audit.collected[_labels.WideValue]
+    calls += [(call, None if _is_router(op) else was_16_bits)] * op.is_forward
+    # The cotangent of a layer in FP32 is cast up where its result was cast to 16 bits.
+    origins = {origin for site, origin in calls if site == call}
+    is_wide = was_16_bits and (op.is_forward or origins - {None} != {False})
+    is_wide &= _programs.FULL_PRECISION not in op.location.names
+    if _is_router(op) or origins == {None}:
         op.audit.notes[f"the FP32 matmul at {op.where} chooses experts or classes"] = None
-    elif not allowed and _programs.FULL_PRECISION not in op.location.names:
-        was_16_bits = _labels.WAS_16_BITS in op.audit.flow.of_all(op.operands[:2])
-        call, calls = _programs.call_site(op.equation), op.audit.collected[_labels.WideValue]
-        calls += [(call, was_16_bits)] * op.is_forward
-        # The cotangent of a layer in FP32 is cast up where its result was cast to 16 bits.
-        is_by_author = (call, False) in calls and (call, True) not in calls
-        if was_16_bits and (op.is_forward or not is_by_author):
-            _report_fp32(op, "", flops)
-    elif allowed and _core.FLOAT32 not in allowed:
-        _report_fp32(op, min(dtype.name for dtype in allowed), flops)
+    elif _core.FLOAT32 not in allowed and (allowed or is_wide):
+        _report_fp32(op, min((dtype.name for dtype in allowed), default=""), flops)
 
 
 @FP32_MATMUL.on_operation("custom_linear_solve", "call_hi_primitive", passes=_checks.ALL_PASSES)
@@ -271,10 +270,9 @@ def _is_fp32_by_design(op: OpOccurrence, matmul: _programs.Matmul) -> bool:
     """
     exact = op.audit.collected[FP32_MATMUL]
     key = op.location.names, op.line
-    is_exact = bool(_programs.exact_uses(op.equation, op.use))
-    is_exact |= _dataflow.is_of_power_iteration(op)
-    is_exact |= ((), _programs.call_site(op.equation)) in exact
-    if is_exact or _is_selection(op):
+    is_exact = _programs.exact_uses(op.equation, op.use) or _dataflow.is_of_power_iteration(op)
+    is_collected = ((), _programs.call_site(op.equation)) in exact
+    if is_exact or is_collected or _is_selection(op):
         exact.append(key)
     function = _jax_function(op) if _severity_of(op)[1] else None
     is_of_jax = function is not None and "precision" not in function.co_varnames

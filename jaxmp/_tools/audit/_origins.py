@@ -162,11 +162,10 @@ def fix_casts(op: OpOccurrence) -> str:
     if not dtypes:
         return ""
     own, dtype, lines, here = op.expression, dtypes[0], list[str](), list[int]()
+    site = _programs.call_site(op.equation)
     for index, cast in enumerate(casts):
         # The call of the matmul promotes an operand that is in 16 bits.
-        is_promoted = cast is not None and _programs.call_site(
-            cast.equation
-        ) == _programs.call_site(op.equation)
+        is_promoted = cast is not None and _programs.call_site(cast.equation) == site
         expression = _source.UNKNOWN if cast is None else cast.expression
         # The cast may be a part of the matmul.
         is_inside = own.contains(expression) and bool(_rewrite.narrowed(own, [0, 1], dtype))
@@ -279,7 +278,10 @@ def _at_origins(
     outside = {each.place for each in expressions if not own.contains(each)}
     is_few = len(outside) <= _MAX_ORIGINS
     for origin, expression in zip(origins, expressions, strict=True) if is_few else ():
-        if _is_shared(origin) or not _dataflow.is_forward(origin.equation):
+        sites = [_programs.call_site(each.equation) or (None,) for each in (origin, op)]
+        # A function that runs for other shapes as a whole, such as a norm, may change.
+        is_whole = sites[0][0] is sites[1][0] and _is_shared(op)
+        if (_is_shared(origin) and not is_whole) or not _dataflow.is_forward(origin.equation):
             continue
         changed = _rewrite.in_fp32(expression)
         is_here = origin.line == op.line
@@ -427,8 +429,7 @@ def _rounded_by(op: OpOccurrence, through: frozenset[str] = _ELEMENTWISE) -> lis
 def _makers(waiting: list[_dataflow.Value]) -> Iterator[OpOccurrence]:
     """Yields the operations that make values; see `_dataflow.walked`."""
     for var, within in _dataflow.walked(waiting):
-        maker = within.body.maker(var)
-        if maker is not None:
+        if (maker := within.body.maker(var)) is not None:
             yield within.sibling(maker)
 
 

@@ -70,8 +70,12 @@ def unified(fix: str, file: str, line: int, edits: Iterable[Edit]) -> tuple[str,
 
 
 def _preference(edit: Edit) -> tuple[object, ...]:
-    """Returns a key by which the best edit of an expression is the first: one with FP32 results."""
-    return edit.code.endswith(IN_16_BITS), len(edit.code), not edit.other, edit
+    """Returns a key by which the best edit of an expression is the first: one with FP32 results.
+
+    Of the others, one that casts operands is right for operands that other edits cast, too.
+    """
+    is_cast_alone = edit.code.startswith(edit.old)
+    return edit.code.endswith(IN_16_BITS), is_cast_alone, len(edit.code), not edit.other, edit
 
 
 def _nested(fix: str, edits: set[Edit]) -> tuple[str, Edits]:
