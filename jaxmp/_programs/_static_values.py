@@ -7,6 +7,7 @@ contain them. If all are known, JAX computes the value on the CPU.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
@@ -153,7 +154,9 @@ class _Node:
         known = [_evaluated(operand) for operand in self.operands]
         operands = [operand for operand in known if operand is not None]
         avals = [var.aval for var in self.equation.outvars]
-        sizes = [getattr(aval, "size", 0) * aval.dtype.itemsize for aval in avals]
+        # Flax's dtype of FP8 scales has no size, and is not one of NumPy.
+        bytes_of = lambda aval: getattr(aval.dtype, "itemsize", math.inf)
+        sizes = [getattr(aval, "size", 0) * bytes_of(aval) for aval in avals]
         if len(operands) < len(known) or max(sizes, default=0) > _LARGEST:
             return []
         if self.equation.primitive.name in _PLACEMENTS:
