@@ -52,9 +52,9 @@ from jaxmp._programs._observe import (
     ACTIVATIONS, DOTS, GRADIENTS, OPERANDS, SCALES, Inside, Key, Observer, modules_of,
 )
 from jaxmp._programs._operations import (
-    arithmetic_of, axes_of, batch_of, count_of_keys, dimensions_of, dot_of, exponent_of,
-    exported_of, iota_length, is_in_mesh, is_partial, is_unique, jit_of, label_of, mesh_axes_of,
-    name_of, new_dtype_of, copied_shapes, sharding_of_result, window_of,
+    arithmetic_of, axes_of, batch_of, copied_shapes, count_of_keys, dimensions_of, dot_of,
+    exponent_of, exported_of, iota_length, is_in_mesh, is_partial, is_unique, jit_of, label_of,
+    mesh_axes_of, name_of, new_dtype_of, sharding_of_result, window_of,
 )
 from jaxmp._programs._static_values import Scope
 from jaxmp._programs._solutions import SOLVERS

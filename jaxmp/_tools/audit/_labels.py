@@ -232,7 +232,7 @@ class Flow:
         return next(iter(sets)) if len(sets) == 1 else _NONE.union(*sets)
 
     def labels(self, cls: type[_Label], *variables: _programs.Atom) -> list[_Label]:
-        """Returns the labels of one class that some operands have, in the order of each process."""
+        """Returns the labels of one class that some operands have, in the same order each time."""
         labels = self.of_all(variables)
         chosen = self._of_classes(cls, labels, lambda each: issubclass(each, cls))
         return sorted(chosen, key=_order_of) if len(chosen) > 1 else list(chosen)
