@@ -510,6 +510,7 @@ def test_policies_are_applied_to_models_of_flax_and_to_other_functions():
         (lambda x: x * lax.rsqrt(jnp.var(x, -1, keepdims=True)), "norm_16bit"),
         (lambda x: x / jnp.sqrt(jnp.var(x, -1, keepdims=True)), "norm_16bit"),
         (lambda x: x / jnp.sqrt(jnp.vdot(x, x)), "norm_16bit"),
+        (lambda x: x[0] * lax.rsqrt(lax.iota(x.dtype, 64)), "norm_16bit"),
         (lambda x: lax.reduce_sum(x, (1,)), "reduction_16bit"),
         (lambda x: lax.reduce(x, x[0, 0] * 0, lambda a, b: a + b, (1,)), "reduction_16bit"),
         (lambda x: jnp.cumsum(x, axis=1), "reduction_16bit"),

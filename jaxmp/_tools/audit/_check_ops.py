@@ -258,8 +258,8 @@ def is_sum(op: _checks.OpOccurrence) -> bool:
 def _square_of_vector(op: _checks.OpOccurrence) -> _checks.OpOccurrence | None:
     """Returns the matmul of an array and itself that an operation reads, as `jnp.vdot(x, x)`."""
     for maker in made_of(op.operands[0], op.body, _NEAR):
-        first, *others = (op.body.source_of(var, _checks.LAYOUT) for var in maker.invars)
-        if maker.primitive.name == "dot_general" and others[0] is first:
+        sources = [op.body.source_of(var, _checks.LAYOUT) for var in maker.invars]
+        if maker.primitive.name == "dot_general" and sources[0] is sources[1]:
             return op.sibling(maker)
     return None
 
