@@ -121,8 +121,8 @@ def remove_matmuls(audit: Auditor) -> None:
 
 @LOSS_16BIT.on_operation("log", "log1p")
 def label_logarithm(op: OpOccurrence) -> _labels.LogProbability | None:
-    """Labels FP32 logarithms of values that are not constants."""
-    is_value = op.dtype == _core.FLOAT32 and op.audit.known.value(op.operands[0]) is None
+    """Labels FP32 logarithms, but not those of constant scalars."""
+    is_value = op.dtype == _core.FLOAT32 and _dataflow.constant(op.operands[0], op) is None
     return _labels.LogProbability() if is_value else None
 
 
